@@ -1,0 +1,65 @@
+"""ekiden: a durable job broker and compute grid.
+
+Names are loaded when they are first used: a worker does not pay for the client, nor a command line
+for either.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ekiden import errors
+
+if TYPE_CHECKING:
+    from ekiden.client.aio import AsyncClient, AsyncJobFuture, AsyncSubscription
+    from ekiden.client.blocking import BlockingSubscription, Client
+    from ekiden.client.core import Message
+    from ekiden.client.futures import JobFuture, JobResult
+    from ekiden.client.options import JobOptions
+    from ekiden.worker.api import Job, Worker
+
+_HOMES = {
+    "AsyncClient": "ekiden.client.aio",
+    "AsyncJobFuture": "ekiden.client.aio",
+    "AsyncSubscription": "ekiden.client.aio",
+    "BlockingSubscription": "ekiden.client.blocking",
+    "Client": "ekiden.client.blocking",
+    "Job": "ekiden.worker.api",
+    "JobFuture": "ekiden.client.futures",
+    "JobOptions": "ekiden.client.options",
+    "JobResult": "ekiden.client.futures",
+    "Message": "ekiden.client.core",
+    "Worker": "ekiden.worker.api",
+}
+
+__all__ = [
+    "AsyncClient",
+    "AsyncJobFuture",
+    "AsyncSubscription",
+    "BlockingSubscription",
+    "Client",
+    "Job",
+    "JobFuture",
+    "JobOptions",
+    "JobResult",
+    "Message",
+    "Worker",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is not None:
+        found = getattr(import_module(home), name)
+    elif isinstance(kind := getattr(errors, name, None), type) and issubclass(kind, Exception):
+        found = kind
+    else:
+        raise AttributeError(f"module 'ekiden' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,165 @@
+"""Load processes of a bench: ekiden's own client under orders from standard input.
+
+    python -m ekiden.bench.load batched ADDRESS    one blocking client, one future per job
+    python -m ekiden.bench.load frames  ADDRESS    the same, every job in a frame of its own
+    python -m ekiden.bench.load clients ADDRESS    50 clients, each with 20 jobs open, one per frame
+    python -m ekiden.bench.load backlog ADDRESS    jobs that nobody runs; answers when accepted
+
+One line of JSON in, one line out: `{"jobs": N}` or `{"run_s": S}` → `{"seconds": …, "jobs": …}`.
+Every result is looked at before the clock stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ekiden
+from ekiden.bench.noop_worker import SUBJECT
+from ekiden.bench.peers import PAYLOAD, RESULT
+
+NAME = "noop"
+WINDOW = 20_000
+FRAMES_WINDOW = 4_000
+CLIENTS = 50
+OPEN_PER_CLIENT = 20
+NOBODY = "bench.nobody"
+"""A subject no worker of a bench listens to."""
+
+
+# ------------------------------------------------------------------ one blocking client
+
+
+def push(client: ekiden.Client, window: int, jobs: int, run_s: float) -> int:
+    """Carry `jobs` jobs, or for `run_s` seconds, at most `window` open; how many it were."""
+    live: deque[ekiden.JobFuture] = deque()
+    submit, take = client.submit, live.popleft
+    refill = window // 4
+    left, deadline, done = jobs, time.monotonic() + run_s, 0
+    while left > 0 or (not jobs and time.monotonic() < deadline):
+        count = min(refill, left) if jobs else refill
+        for _ in range(count):
+            live.append(submit(NAME, payload=PAYLOAD, subject=SUBJECT))
+        left -= count
+        done += count
+        while len(live) > window - refill:
+            _look(take())
+    while live:
+        _look(take())
+    return done
+
+
+def _look(future: ekiden.JobFuture) -> None:
+    if len(future.result(120.0).output) != len(RESULT):
+        raise RuntimeError(f"job {future.job_id} came back with another result")
+
+
+def serve(work: Callable[[dict[str, Any]], int]) -> None:
+    """Take orders until standard input closes."""
+    _say({"ready": True})
+    for line in sys.stdin:
+        order = json.loads(line)
+        begin = time.perf_counter()
+        jobs = work(order)
+        _say({"seconds": time.perf_counter() - begin, "jobs": jobs})
+
+
+def batched(address: str) -> None:
+    """The client as users get it."""
+    with ekiden.Client(address, client_id="bench") as client:
+        client.stats()
+        serve(lambda order: push(client, WINDOW, order.get("jobs", 0), order.get("run_s", 0.0)))
+
+
+def frames(address: str) -> None:
+    """No batching on the way in: what a caller in another language without it would do."""
+    with ekiden.Client(address, client_id="bench", batch_jobs=1) as client:
+        client.stats()
+        serve(lambda order: push(client, FRAMES_WINDOW, order["jobs"], 0.0))
+
+
+# ------------------------------------------------------------------ fifty clients
+
+
+async def clients(address: str) -> None:
+    """Fifty callers that wait for most of what they ask: a web service, not a batch run."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as opening:
+        opened = [
+            opening.create_task(_open(address, number), name=f"open-{number}")
+            for number in range(CLIENTS)
+        ]
+    callers = [task.result() for task in opened]
+    _say({"ready": True})
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        jobs = json.loads(line)["jobs"]
+        begin = time.perf_counter()
+        share = -(-jobs // (CLIENTS * OPEN_PER_CLIENT))
+        async with asyncio.TaskGroup() as calls:
+            for caller in callers:
+                for _ in range(OPEN_PER_CLIENT):
+                    calls.create_task(_call(caller, share))
+        done = share * CLIENTS * OPEN_PER_CLIENT
+        seconds = (time.perf_counter() - begin) * jobs / done
+        _say({"seconds": seconds, "jobs": jobs})
+    for caller in callers:
+        await caller.close()
+
+
+async def _open(address: str, number: int) -> ekiden.AsyncClient:
+    client = ekiden.AsyncClient(address, client_id=f"bench-{number}", batch_jobs=1)
+    await client.__aenter__()
+    await client.stats()
+    return client
+
+
+async def _call(client: ekiden.AsyncClient, jobs: int) -> None:
+    for _ in range(jobs):
+        future = await client.submit(NAME, payload=PAYLOAD, subject=SUBJECT)
+        result = await future
+        if len(result.output) != len(RESULT):
+            raise RuntimeError(f"job {future.job_id} came back with another result")
+
+
+# ------------------------------------------------------------------ a backlog
+
+
+def backlog(address: str) -> None:
+    """Jobs nobody runs. The answer comes when the broker has accepted all of them."""
+    with ekiden.Client(address, client_id="bench") as client:
+        client.stats()
+        kept: list[ekiden.JobFuture] = []
+
+        def submit(order: dict[str, Any]) -> int:
+            kept[:] = [
+                client.submit(NAME, payload=PAYLOAD, subject=NOBODY) for _ in range(order["jobs"])
+            ]
+            for future in kept:
+                future.wait_accepted(120.0)
+            return len(kept)
+
+        serve(submit)
+
+
+def _say(message: dict[str, Any]) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def main() -> None:
+    """Entry of the load processes."""
+    mode, address = sys.argv[1:3]
+    if mode == "clients":
+        import uvloop
+
+        uvloop.run(clients(address))
+    else:
+        {"batched": batched, "frames": frames, "backlog": backlog}[mode](address)
+
+
+if __name__ == "__main__":
+    main()

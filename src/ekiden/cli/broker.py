@@ -1,0 +1,162 @@
+"""Starting a broker."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ekiden import limits
+from ekiden.cli import options, output
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ekiden.config import BrokerConfig
+
+PORT: Final = 7000
+MIB: Final = 1 << 20
+DAY_NS: Final = 24 * 3600 * limits.NS
+
+
+class Sync(StrEnum):
+    """When bytes must have reached the disk."""
+
+    ALWAYS = "always"
+    UNSAFE_INTERVAL = "unsafe-interval"
+    UNSAFE_NEVER = "unsafe-never"
+
+
+class LogLevel(StrEnum):
+    """From which weight on things are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+Bind = Annotated[str, typer.Option("--bind", metavar="HOST", help="Address to listen on.")]
+Data = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", help="Data folder [state folder of the user]."),
+]
+Level = Annotated[LogLevel, typer.Option("--log-level", help="What to log, on stderr.")]
+
+
+def broker(
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")
+    ] = PORT,
+    bind: Bind = "127.0.0.1",
+    data: Data = None,
+    advertise: Annotated[
+        str, typer.Option("--advertise", metavar="HOST:PORT", help="How others reach it.")
+    ] = "",
+    group: Annotated[str, typer.Option("--group", help="Name of the group.")] = "main",
+    snapshot_interval: Annotated[
+        float, typer.Option("--snapshot-interval", min=1, metavar="SECONDS", help="Between two.")
+    ] = limits.SNAPSHOT_INTERVAL_NS / limits.NS,
+    segment_mb: Annotated[
+        int, typer.Option("--segment-mb", min=1, help="A segment of the journal is closed at.")
+    ] = limits.SEGMENT_BYTES // MIB,
+    keep_log: Annotated[
+        float, typer.Option("--keep-log", min=0, metavar="DAYS", help="Keep covered segments.")
+    ] = limits.KEEP_LOG_NS / DAY_NS,
+    sync: Annotated[
+        Sync, typer.Option("--sync", help="'unsafe-…' may lose accepted jobs at a power loss.")
+    ] = Sync.ALWAYS,
+    client_cap: Annotated[
+        int, typer.Option("--client-cap", min=0, help="Most running jobs of a client; 0: no cap.")
+    ] = 0,
+    results_max: Annotated[
+        int, typer.Option("--results-max", min=0, help="Most finished jobs to keep.")
+    ] = limits.RESULTS_KEPT_MAX,
+    ids_max: Annotated[
+        int, typer.Option("--ids-max", min=0, help="Most ids of finished jobs to keep.")
+    ] = limits.IDS_KEPT_MAX,
+    log_level: Level = LogLevel.INFO,
+    as_json: options.Json = False,
+) -> int:
+    """Start a broker in the foreground; SIGTERM or Ctrl-C ends it in good order.
+
+    \b
+    examples:
+      $ ekiden broker --port 7000 --data /var/lib/ekiden
+      # Reachable from other machines: copy the file 'key' of the data folder there.
+      $ ekiden broker --bind 0.0.0.0 --advertise grid1:7000 --data /var/lib/ekiden
+    """
+    from ekiden.config import BrokerConfig
+
+    config = BrokerConfig(
+        data=data or data_folder(port),
+        bind=bind,
+        port=port,
+        advertise=advertise,
+        group=group,
+        sync=sync.value,
+        snapshot_interval_s=snapshot_interval,
+        segment_mb=segment_mb,
+        keep_log_days=keep_log,
+        client_cap=client_cap,
+        results_max=results_max,
+        ids_max=ids_max,
+        on_ready=lambda ready: _announce(bind, ready, as_json=as_json),
+    )
+    return run_broker(config, log_level=log_level, as_json=as_json)
+
+
+def leader(
+    port: Annotated[int, typer.Argument(metavar="PORT", min=0, max=65535)] = PORT,
+    bind: Bind = "127.0.0.1",
+    data: Data = None,
+    log_level: Level = LogLevel.INFO,
+    as_json: options.Json = False,
+) -> int:
+    """The same as `ekiden broker --port PORT`."""
+    return broker(port=port, bind=bind, data=data, log_level=log_level, as_json=as_json)
+
+
+def data_folder(port: int) -> Path:
+    """Where a broker keeps its data unless told."""
+    from ekiden.world.keys import state_folder
+
+    return state_folder() / "data" / str(port)
+
+
+def run_broker(config: BrokerConfig, *, log_level: LogLevel, as_json: bool) -> int:
+    """Serve until told to stop; the exit code."""
+
+    from ekiden.broker.serve import serve_broker
+    from ekiden.observe.logs import set_up_logs
+
+    set_up_logs(as_json=as_json, level=log_level.value)
+    if config.bind not in ("127.0.0.1", "::1", "localhost"):
+        output.say(
+            f"note: listening on {config.bind}; peers must know the key, "
+            "but what they say is not encrypted"
+        )
+    return run_loop(serve_broker, config)
+
+
+def run_loop(serve: Callable[..., Any], *arguments: Any) -> int:
+    """Run a coroutine function on the fastest loop there is."""
+    import asyncio
+
+    try:
+        import uvloop
+    except ImportError:
+        return int(asyncio.run(serve(*arguments)) or 0)
+    return int(uvloop.run(serve(*arguments)) or 0)
+
+
+def _announce(bind: str, port: int, *, as_json: bool) -> None:
+    from ekiden.world.addresses import join_address
+
+    address = join_address("127.0.0.1" if bind in ("0.0.0.0", "::") else bind, port)
+    if as_json:
+        output.emit({"ready": True, "address": address})
+    else:
+        print(f"serving on {address}; connect with: EKIDEN_CONNECT={address}", flush=True)

@@ -1,0 +1,139 @@
+"""A whole grid on this machine, in the foreground: a broker here, a worker beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Annotated, Any, Final
+
+import typer
+
+from ekiden.cli import options, output
+from ekiden.cli.broker import PORT, Data, LogLevel, data_folder, run_broker
+
+RESTART_FIRST_S: Final = 1.0
+RESTART_MAX_S: Final = 30.0
+STOP_WAIT_S: Final = 15.0
+
+
+def up(
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=1, help="Jobs at a time [number of cores].")
+    ] = None,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")
+    ] = PORT,
+    data: Data = None,
+    handlers: Annotated[
+        str,
+        typer.Option("--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."),
+    ] = "",
+    log_level: Annotated[
+        LogLevel, typer.Option("--log-level", help="What to log, on stderr.")
+    ] = LogLevel.WARNING,
+    as_json: options.Json = False,
+) -> int:
+    """Start a broker and a worker on this machine, and say how to connect.
+
+    \b
+    examples:
+      $ ekiden up
+      # With the handlers of the `worker = ekiden.Worker()` in a file of yours.
+      $ ekiden up --slots 8 --handlers price.py
+    """
+    from ekiden.config import BrokerConfig
+
+    folder = data or data_folder(port)
+    crew = _Sidecar(slots or os.cpu_count() or 1, handlers, log_level, as_json)
+
+    def on_ready(ready: int) -> None:
+        crew.start(f"127.0.0.1:{ready}")
+        _announce(ready, crew.slots, str(folder), as_json=as_json)
+
+    config = BrokerConfig(data=folder, port=port, on_ready=on_ready)
+    try:
+        code = run_broker(config, log_level=log_level, as_json=as_json)
+    finally:
+        crew.stop()
+    return crew.usage_error or code
+
+
+def _announce(port: int, slots: int, folder: str, *, as_json: bool) -> None:
+    address = f"127.0.0.1:{port}"
+    if as_json:
+        output.emit({"ready": True, "address": address, "slots": slots, "data": folder})
+        return
+    prefix = "" if port == PORT else f"EKIDEN_CONNECT={address} "
+    print(
+        f"ekiden is up on {address}: {slots} slots, data in {folder}\n"
+        f"  submit   {prefix}ekiden submit --wait echo --payload hello\n"
+        f'  python   ekiden.Client("{address}").submit("echo", payload=b"hello").result()\n'
+        f"  watch    {prefix}ekiden stats --watch\n"
+        f"  stop     Ctrl-C",
+        flush=True,
+    )
+
+
+class _Sidecar:
+    """The worker process beside the broker: started again if it dies, gone when we are.
+
+    It watches its standard input, a pipe of ours: when this process ends, however it ends, the pipe
+    closes and the worker stops.
+    """
+
+    def __init__(self, slots: int, handlers: str, log_level: LogLevel, as_json: bool) -> None:
+        self.slots = slots
+        self.usage_error = 0
+        self._options = ["--slots", str(slots), "--log-level", log_level.value]
+        self._options += ["--handlers", handlers] if handlers else []
+        self._options += ["--json"] if as_json else []
+        self._stopping = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: threading.Thread | None = None
+
+    def start(self, address: str) -> None:
+        """Start the worker and keep it running."""
+        self._keeper = threading.Thread(
+            target=self._keep, args=(address,), name="keep-worker", daemon=True
+        )
+        self._keeper.start()
+
+    def stop(self) -> None:
+        """Let the worker end what it has begun; kill it if it takes too long."""
+        self._stopping.set()
+        process = self._process
+        if process is not None and process.poll() is None:
+            if process.stdin is not None:
+                process.stdin.close()
+            try:
+                process.wait(STOP_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if self._keeper is not None:
+            self._keeper.join(STOP_WAIT_S)
+
+    def _keep(self, address: str) -> None:
+        pause_s = RESTART_FIRST_S
+        while not self._stopping.is_set():
+            self._process = process = self._spawn(address)
+            code = process.wait()
+            if self._stopping.is_set():
+                return
+            if code == output.WRONG_USAGE:
+                # It has said why; nothing will be different the next time.
+                self.usage_error = code
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            output.say(f"the worker ended with code {code}; starting it again in {pause_s:g} s")
+            self._stopping.wait(pause_s)
+            pause_s = min(pause_s * 2, RESTART_MAX_S)
+
+    def _spawn(self, address: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ekiden.cli.main", "worker", "--connect", address]
+        apart: dict[str, Any] = {"start_new_session": True}  # Ctrl-C is for us to pass on
+        return subprocess.Popen(
+            [*command, *self._options, "--until-stdin-closes"], stdin=subprocess.PIPE, **apart
+        )

@@ -1,0 +1,273 @@
+"""From what a user says about a job to what travels: terms, body, client id, addresses.
+
+Terms are made once per distinct set of options: a caller that submits a million alike jobs pays for
+one lookup per job. Whatever can be seen to be wrong without asking the broker is refused here.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, Final, TypedDict
+
+import msgspec
+
+from ekiden import limits
+from ekiden.client.contract import Terms
+from ekiden.errors import BadId, TooLarge, WrongUsage
+from ekiden.limits import NS
+from ekiden.model.ids import check_name, shown
+from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Call, Needs, Route, Spec
+from ekiden.world.addresses import split_addresses
+
+ENV_CONNECT: Final = "EKIDEN_CONNECT"
+ADDRESS_DEFAULT: Final = "127.0.0.1:7000"
+
+# Distinct option sets remembered; a caller with a new deadline for every job must not fill memory.
+_TERMS_KEPT: Final = 10_000
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class JobOptions(TypedDict, total=False):
+    """How a job is to be run, beside its name and payload. All may be left out.
+
+    `subject`: where it waits [job.assign.<name>] · `priority`: -9 to 9, higher first ·
+    `delay_s`: start no sooner than this · `not_before`, `expires_at`: wall time as an aware
+    datetime or seconds since 1970 · `timeout_s`: limit of one attempt · `max_attempts` ·
+    `retry_on`: causes worth another attempt · `needs`: {"cpu": 2, "mem_mb": 4000,
+    "label": {"gpu": "a100"}} · `key`: jobs of one key go to one worker · `run`: a name to find
+    jobs by · `pin`: only this worker.
+    """
+
+    subject: str | None
+    priority: int
+    delay_s: float
+    not_before: datetime | float | None
+    expires_at: datetime | float | None
+    timeout_s: float | None
+    max_attempts: int | None
+    retry_on: Iterable[str] | None
+    needs: Mapping[str, Any] | None
+    key: str | None
+    run: str | None
+    pin: str | None
+
+
+_KNOWN: Final = frozenset(JobOptions.__annotations__)
+
+
+class TermsBook:
+    """Terms by the options they were made from."""
+
+    def __init__(self) -> None:
+        self._plain: dict[str, Terms] = {}
+        self._other: dict[Any, Terms] = {}
+
+    def terms(self, name: str, form: int, options: JobOptions) -> Terms:
+        """The terms for jobs called `name`. Raises `WrongUsage` or `BadId`."""
+        if not options and form == FORM_PLAIN:
+            found = self._plain.get(name)
+            if found is None:
+                found = _keep(self._plain, name, make_terms(name, form, options))
+            return found
+        key = (name, form, *options.items())
+        try:
+            known = self._other.get(key)
+        except TypeError:
+            key = (name, form, repr(options))
+            known = self._other.get(key)
+        if known is None:
+            known = _keep(self._other, key, make_terms(name, form, options))
+        return known
+
+
+def _keep(book: dict[Any, Terms], key: Any, terms: Terms) -> Terms:
+    if len(book) >= _TERMS_KEPT:
+        book.clear()
+    book[key] = terms
+    return terms
+
+
+def make_terms(name: str, form: int, options: JobOptions) -> Terms:
+    """What jobs with these options share on the wire."""
+    if strange := sorted(set(options) - _KNOWN):
+        raise WrongUsage(f"no such option: {', '.join(strange)}", remedy="see ekiden.JobOptions")
+    check_name(name, "job name")
+    spec = Spec(
+        name=name,
+        route=Route(
+            subject=options.get("subject") or f"job.assign.{name}",
+            needs=make_needs(options.get("needs")),
+            key=_named(options.get("key"), "key"),
+            pin=options.get("pin") or "",
+        ),
+        priority=_whole(
+            options.get("priority") or 0, "priority", -limits.PRIORITY_MAX, limits.PRIORITY_MAX
+        ),
+        timeout_ns=_duration(options.get("timeout_s"), "timeout_s"),
+        max_attempts=_whole(
+            options.get("max_attempts") or 0, "max_attempts", 0, limits.MAX_ATTEMPTS_BOUND
+        ),
+        retry_on=_causes(options.get("retry_on")),
+        form=form,
+        run=_named(options.get("run"), "run"),
+    )
+    return Terms(
+        _encode(spec),
+        _duration(options.get("delay_s"), "delay_s"),
+        _wall_time(options.get("not_before"), "not_before"),
+        _wall_time(options.get("expires_at"), "expires_at"),
+    )
+
+
+def make_needs(wish: Mapping[str, Any] | None) -> Needs:
+    """`{"cpu": 2, "mem_mb": 4000, "label": {"gpu": "a100"}}`; a label may be "name=value" too."""
+    if not wish:
+        return Needs()
+    if strange := sorted(set(wish) - {"cpu", "mem_mb", "label", "labels"}):
+        raise WrongUsage(
+            f"no such need: {', '.join(map(str, strange))}", remedy="needs has cpu, mem_mb, label"
+        )
+    labels = _labels(wish.get("label")) | _labels(wish.get("labels"))
+    if len(labels) > limits.LABELS_MAX:
+        raise WrongUsage(f"more than {limits.LABELS_MAX} labels are needed", remedy="need fewer")
+    cpu = _number(wish.get("cpu", 0), "needs cpu")
+    return Needs(
+        cpu_milli=round(cpu * 1000),
+        mem_mb=_whole(wish.get("mem_mb", 0), "needs mem_mb", 0, 1 << 40),
+        labels=tuple(sorted(labels.items())),
+    )
+
+
+def _labels(wish: Any) -> dict[str, str]:
+    if wish is None:
+        return {}
+    if isinstance(wish, Mapping):
+        return {str(name): str(value) for name, value in wish.items()}
+    pairs = [wish] if isinstance(wish, str) else list(wish)
+    found = {}
+    for pair in pairs:
+        name, equals, value = str(pair).partition("=")
+        if not equals or not name:
+            raise WrongUsage(f"label {pair!r} is not usable", remedy="write name=value")
+        found[name] = value
+    return found
+
+
+def to_bytes(payload: Any) -> bytes:
+    """bytes as they are, text as UTF-8, anything else as JSON."""
+    if isinstance(payload, bytes):
+        return payload
+    if isinstance(payload, str):
+        return payload.encode()
+    if isinstance(payload, bytearray | memoryview):
+        return bytes(payload)
+    try:
+        return msgspec.json.encode(payload)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WrongUsage(
+            f"a payload of type {type(payload).__name__} cannot be sent: {error}",
+            remedy="give bytes, text or what JSON can hold",
+        ) from None
+
+
+def make_body(payload: Any, args: Iterable[Any]) -> tuple[int, bytes]:
+    """The form and the body of a job. Raises `TooLarge` or `WrongUsage`."""
+    body = to_bytes(payload)
+    form = FORM_PLAIN
+    given = list(args)
+    if given:
+        form = FORM_CALL
+        try:
+            body = _encode(Call(body, given))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise WrongUsage(
+                f"the args cannot be sent: {error}", remedy="give numbers, text, bytes, lists, maps"
+            ) from None
+    if len(body) > limits.PAYLOAD_BYTES_MAX:
+        raise too_large(len(body))
+    return form, body
+
+
+def too_large(size: int) -> TooLarge:
+    """The payload is over the limit."""
+    return TooLarge(
+        f"a payload of {size:,} bytes is over the limit of {limits.PAYLOAD_BYTES_MAX:,}",
+        remedy="split the job, or pass a reference to the data",
+    )
+
+
+def addresses_of(address: str | None) -> list[str]:
+    """The brokers to try: what was given, else EKIDEN_CONNECT, else this machine."""
+    return split_addresses(address or os.environ.get(ENV_CONNECT) or ADDRESS_DEFAULT)
+
+
+def default_client_id() -> str:
+    """`user@host`, with what is not allowed in an id replaced."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        user = "user"
+    host = platform.node() or "host"
+    return re.sub(r"[^A-Za-z0-9._:-]", "-", user)[:60] + "@" + _host(host)
+
+
+def _host(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._:-]", "-", name)[:60]
+
+
+# ------------------------------------------------------------------ one value at a time
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise WrongUsage(f"{what} is {value!r}", remedy="give a number that is not negative")
+    return value
+
+
+def _whole(value: Any, what: str, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise WrongUsage(f"{what} is {value!r}", remedy=f"give a whole number, {least} to {most}")
+    return value
+
+
+def _duration(value: float | None, what: str) -> int:
+    if value is None:
+        return 0
+    seconds = _number(value, what)
+    if seconds * NS >= 1 << 62:
+        raise WrongUsage(f"{what} is {value!r}", remedy="give less than a hundred years")
+    return round(seconds * NS)
+
+
+def _wall_time(value: datetime | float | None, what: str) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, datetime):
+        return round(value.timestamp() * 1_000_000) * 1000
+    return _duration(value, what)
+
+
+def _causes(wish: Iterable[str] | None) -> tuple[str, ...] | None:
+    if wish is None:
+        return None
+    causes = (wish,) if isinstance(wish, str) else tuple(wish)
+    for cause in causes:
+        if cause not in CAUSES:
+            raise WrongUsage(
+                f"no such cause: {cause!r}", remedy=f"retry_on takes of: {', '.join(CAUSES)}"
+            )
+    return causes
+
+
+def _named(text: str | None, what: str) -> str:
+    if not text:
+        return ""
+    if len(text) > limits.NAME_LENGTH_MAX or not text.isprintable():
+        raise BadId(f"{what} {shown(text)} is not usable", remedy="use up to 128 printable letters")
+    return text

@@ -1,0 +1,133 @@
+"""Every bound and default, each with its reason.
+
+Nothing in ekiden grows without one of these. What a user may tune is read from `config` with these
+as defaults; what protects the process itself is fixed here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+NS: Final = 1_000_000_000
+"""Nanoseconds in a second: all machine time is integer nanoseconds, so nothing drifts."""
+
+# ------------------------------------------------------------------ wire
+
+PROTOCOL_VERSION: Final = 1
+
+# Largest frame body. Files have their own lane, so this bounds a batch of jobs or results. A peer
+# may leave one frame unfinished: 1,000 peers cost at most 1 GiB.
+FRAME_BYTES_MAX: Final = 1 << 20
+
+# Before a peer has proved who it is: enough for a hello with long names, no more.
+FRAME_BYTES_MAX_BEFORE_HELLO: Final = 4096
+
+# A stranger gets this long to say hello and prove its key.
+HELLO_TIMEOUT_NS: Final = 5 * NS
+
+# An address that does not answer must not keep the next one waiting.
+DIAL_TIMEOUT_NS: Final = 5 * NS
+
+# A connection we close gets this long to take what was sent (the reason, above all), and may still
+# send this much, which is thrown away: closing with bytes unread would reset it and lose the reason.
+LINGER_NS: Final = 2 * NS
+LINGER_BYTES_MAX: Final = 4 << 20
+
+# Out of file descriptors: wait this long before accepting again, instead of spinning.
+ACCEPT_PAUSE_NS: Final = 1 * NS
+
+# Jobs in one Submit or one Assign. Batches beyond this gain nothing measurable and make turns long.
+BATCH_JOBS_MAX: Final = 4096
+
+# What the client library puts in one Submit: small enough to interleave with results.
+CLIENT_BATCH_JOBS: Final = 1000
+CLIENT_BATCH_BYTES: Final = 256 << 10
+
+# What a client has on the wire without an answer. Several commits' worth keeps the broker busy;
+# more would only wait in its socket, out of reach of a reconnect to another broker.
+CLIENT_WINDOW_JOBS: Final = 20_000
+CLIENT_WINDOW_BYTES: Final = 16 << 20
+
+# Questions of one client without an answer: each is a caller that waits.
+CLIENT_ASKS_MAX: Final = 10_000
+
+# Published messages a subscriber has not looked at yet; beyond it the oldest are dropped.
+SUBSCRIPTION_BACKLOG: Final = 10_000
+
+# One job's payload or result inside a frame; half a frame, so that names and args always fit.
+PAYLOAD_BYTES_MAX: Final = 512 << 10
+
+# Results up to this size stay in the broker's memory; larger ones are read back from the journal.
+RESULT_BYTES_IN_MEMORY: Final = 1024
+
+# Bytes queued for a peer that does not read, before it is dropped as a slow reader.
+OUTBOX_BYTES_MAX: Final = 64 << 20
+RELAY_OUTBOX_BYTES_MAX: Final = 8 << 20
+
+# Relay messages forwarded in one turn, so that publish cannot starve the ledger.
+RELAY_MESSAGES_PER_TURN: Final = 2000
+
+SUBSCRIPTIONS_PER_CONNECTION: Final = 1000
+PATTERNS_PER_WORKER: Final = 1000
+CONNECTIONS_MAX: Final = 10_000
+
+# ------------------------------------------------------------------ names
+
+ID_LENGTH_MAX: Final = 128
+NAME_LENGTH_MAX: Final = 128
+SUBJECT_LENGTH_MAX: Final = 256
+SUBJECT_TOKENS_MAX: Final = 16
+LABELS_MAX: Final = 32
+ERROR_TEXT_MAX: Final = 2000
+
+# ------------------------------------------------------------------ time
+
+HEARTBEAT_NS: Final = 2 * NS
+SILENCE_NS: Final = 15 * NS  # seven lost heartbeats: a pause of a busy machine is not a death
+REJOIN_GRACE_NS: Final = 10 * NS
+TIMEOUT_MARGIN_NS: Final = 10 * NS  # the worker enforces a time limit; the leader after this much
+RECONNECT_FIRST_NS: Final = NS // 20
+RECONNECT_MAX_NS: Final = 5 * NS
+
+# ------------------------------------------------------------------ jobs
+
+MAX_ATTEMPTS: Final = 3
+MAX_ATTEMPTS_BOUND: Final = 1000
+LOST_WORKERS_MAX: Final = 3  # a job that took three workers down with it is poison
+BACKOFF_FIRST_NS: Final = 1 * NS
+BACKOFF_MAX_NS: Final = 60 * NS
+PRIORITY_MAX: Final = 9  # -9 .. 9: few classes, each a ring of its own
+
+# One grant: jobs leased to one worker in one go. Larger ones made turns longer, not faster.
+GRANT_JOBS_MAX: Final = 250
+
+WAITING_MAX: Final = 2_000_000  # jobs waiting per subject
+CLIENT_BYTES_MAX: Final = 4 << 30  # payload bytes of one client's unfinished jobs
+TOTAL_BYTES_MAX: Final = 8 << 30
+PENDING_MAX: Final = 100_000  # jobs a client holds while it is disconnected or unanswered
+
+RETENTION_NS: Final = 7 * 24 * 3600 * NS
+RESULTS_KEPT_MAX: Final = 1_000_000
+RESULT_BYTES_KEPT_MAX: Final = 512 << 20  # in memory; larger results live in the journal
+IDS_KEPT_MAX: Final = 2_000_000
+
+# Quarantine: a worker that fails this many different jobs in a row is paused.
+QUARANTINE_FAILURES: Final = 10
+QUARANTINE_NS: Final = 60 * NS
+
+# ------------------------------------------------------------------ journal
+
+JOURNAL_VERSION: Final = 1
+SEGMENT_BYTES: Final = 64 << 20
+SNAPSHOT_INTERVAL_NS: Final = 60 * NS
+KEEP_LOG_NS: Final = 7 * 24 * 3600 * NS
+KEEP_LOG_BYTES: Final = 20 << 30
+
+# Most bytes of proposals in one journal entry: bounds a turn, a sync and a record.
+ENTRY_BYTES_MAX: Final = 8 << 20
+
+# A batch this small is synced inline when the disk is free: a thread hop costs more than it saves.
+INLINE_SYNC_BYTES: Final = 32 << 10
+
+# Kept free so that running work can settle when the disk is full for new jobs.
+DISK_HEADROOM_BYTES: Final = 64 << 20

@@ -1,0 +1,580 @@
+"""The worker's decisions: what to take, what to run, what to say about it, and when.
+
+Assigns become `Run` effects in batches; the executor answers with batches of outcomes, which leave
+in one Ack per turn. Nothing here is done per attempt on the common path.
+
+Its rules:
+
+- An attempt runs at most once here, however often its Assign arrives; its outcome is told again
+  instead (see `ledger`).
+- An attempt that is not a job's first may have killed a worker before. It waits until a slot is
+  free and is announced in a Beat before it runs, so that whoever it kills is known.
+- Only the executor knows what has begun, so giving back goes through it: `Abort` with `recall`,
+  then `Dropped`.
+- Every outcome is kept until the broker confirms it, across any number of connections.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from ekiden import errors, limits
+from ekiden.machine import Instant, Log, Send
+from ekiden.model.jobs import CANCEL_CONFIRMED, CANNOT_START, TIMEOUT, GrantNo, Note, Spec
+from ekiden.wire import messages
+from ekiden.wire.frames import encode_frame
+from ekiden.wire.messages import AckRun, AssignRun, Failure
+from ekiden.worker.ledger import Attempt, Ledger, cut, packed
+from ekiden.worker.link import Link
+
+# Credit: enough work at hand for this long, so that a round trip to the broker never idles a slot.
+WORK_AHEAD_NS: Final = 75_000_000
+
+# The most attempts held, however short they are: at 4,096 a broker has long sent more.
+CREDIT_MAX: Final = 4096
+
+# Nothing finished for this long while more waits than the slots need: others may do it sooner.
+STALL_NS: Final = limits.NS // 2
+
+# Distinct specs whose decoded form is kept.
+_SPECS_MAX: Final = 1024
+
+CANCEL: Final = "cancel"
+RECALL: Final = "recall"
+STALE: Final = "stale"
+
+
+# ------------------------------------------------------------------ events
+
+
+class RunFinished(Struct, frozen=True):
+    """The executor's word on some attempts of one grant. `offsets` go with `outputs`; failures name
+    their own. `ran_ns` is the time all of them took together."""
+
+    grant: GrantNo
+    offsets: Sequence[int]
+    outputs: list[bytes]
+    notes: dict[int, Note] = {}
+    failures: list[Failure] = []
+    ran_ns: int = 0
+
+
+class Started(Struct, frozen=True):
+    """Attempts that have been running for a while, as (grant, offset, since when). What ends within
+    milliseconds is never announced."""
+
+    attempts: list[tuple[GrantNo, int, Instant]]
+
+
+class Dropped(Struct, frozen=True):
+    """After an `Abort` with `recall`: these had not begun and never will."""
+
+    grant: GrantNo
+    offsets: list[int]
+
+
+class ProgressMade(Struct, frozen=True):
+    """A note from a running handler, to be passed on if anybody listens."""
+
+    grant: GrantNo
+    offset: int
+    body: bytes
+
+
+class LoadMeasured(Struct, frozen=True):
+    """How busy the machine is, in percent."""
+
+    percent: int
+
+
+class Drain(Struct, frozen=True):
+    """Take no more work, finish what has begun, then leave."""
+
+    reason: str = ""
+
+
+# ------------------------------------------------------------------ effects
+
+
+class Run(Struct, frozen=True):
+    """Run these attempts; they share `spec`."""
+
+    run: AssignRun
+    spec: Spec
+
+
+class Abort(Struct, frozen=True):
+    """End these. `recall`: only what has not begun, and say which (`Dropped`); `cancel`, `timeout`,
+    `stale`: all of them, and report nothing, for the outcome is decided."""
+
+    grant: GrantNo
+    offsets: list[int]
+    why: str
+
+
+class Exit(Struct, frozen=True):
+    """The machine is done: drained, or refused for good by every broker (`error`)."""
+
+    reason: str
+    error: errors.EkidenError | None = None
+
+
+class WorkerMachine:
+    """One worker. Feed it events, drain its effects; see `ekiden.machine`."""
+
+    def __init__(
+        self,
+        addresses: list[str],
+        worker_id: str,
+        session: str,
+        key_for: Callable[[str], bytes],
+        jitter: Callable[[], float],
+        *,
+        patterns: list[str],
+        slots: int,
+        labels: dict[str, str] | None = None,
+        cpu_milli: int = 0,
+        mem_mb: int = 0,
+        host: str = "",
+        prefetch: int | None = None,
+        software: str = "",
+    ) -> None:
+        """`prefetch` fixes the credit; without it, it follows from how long runs take."""
+        assert slots > 0
+        self._hello = (worker_id, session, software)
+        self._link = Link(addresses, self._hello_for, key_for, jitter)
+        self._patterns = patterns
+        self._slots = slots
+        self._facts = (labels or {}, cpu_milli, mem_mb, host)
+        self._ledger = Ledger()
+        self._specs: dict[bytes, Spec] = {}
+        self._decode_spec = msgspec.msgpack.Decoder(Spec).decode
+
+        self._waiting: deque[tuple[AssignRun, Spec]] = deque()
+        """Accepted and not handed to the executor: a later attempt, and what came after it."""
+        self._waiting_count = 0
+        self._running: dict[Attempt, Instant] = {}
+        """Begun as far as we were told; entries of settled attempts are swept at every beat."""
+        self._timeouts: list[tuple[Instant, GrantNo, int]] = []
+
+        self._credit_least = prefetch if prefetch is not None else 2 * slots
+        self._credit_most = prefetch if prefetch is not None else max(CREDIT_MAX, 2 * slots)
+        self._credit = self._credit_least
+        self._credit_told = 0
+        self._mean_ns = 0
+        self._moved_at: Instant = 0
+        """When something last finished or was handed over."""
+
+        self._joined_conn = 0
+        self._welcomed = False
+        self._next_id = 1
+        self._beat_at: Instant = 0
+        self._load = 0
+        self._draining = ""
+        self._exited = False
+
+        self._acks: list[AckRun] = []
+        self._again: list[AckRun] = []
+        self._relay: list[bytes] = []
+        self._effects: list[Any] = []
+
+    def _hello_for(self, nonce: bytes) -> messages.HelloWorker:
+        worker_id, session, software = self._hello
+        return messages.HelloWorker(limits.PROTOCOL_VERSION, worker_id, session, nonce, software)
+
+    # -------------------------------------------------------------- what others may ask
+
+    @property
+    def connected(self) -> bool:
+        """Whether a broker has welcomed this worker and the conversation goes on."""
+        return self._link.conn is not None
+
+    @property
+    def held(self) -> list[tuple[GrantNo, list[int]]]:
+        """Attempts this worker has not yet been told are settled."""
+        return self._ledger.held()
+
+    @property
+    def credit(self) -> int:
+        """The most attempts this worker will hold."""
+        return 0 if self._draining else self._credit
+
+    # -------------------------------------------------------------- events
+
+    def receive(self, event: Any, now: Instant) -> None:
+        """Take note of what happened."""
+        match event:
+            case RunFinished():
+                self._run_finished(event, now)
+            case Started():
+                self._started(event, now)
+            case Dropped():
+                self._give_back(event.grant, event.offsets)
+            case ProgressMade():
+                self._progress(event)
+            case LoadMeasured():
+                self._load = event.percent
+            case Drain():
+                self._drain(event.reason or "drained", now)
+            case _:
+                for frame in self._link.receive(event, now):
+                    if self._link.conn is None:
+                        break  # an earlier frame of this batch made no sense
+                    self._heard(frame.type, frame.body, now)
+
+    def _heard(self, type_number: int, body: bytes | memoryview, now: Instant) -> None:
+        try:
+            message = messages.decode(type_number, body)
+            match message:
+                case messages.Assign():
+                    for run in message.runs:
+                        self._assigned(run, now)
+                case messages.Acked():
+                    self._ledger.confirmed(message.upto)
+                case messages.Stop():
+                    self._stop(message)
+                case messages.Refusal():
+                    facts = {"code": message.code, "text": message.text}
+                    self._effects.append(Log("warning", "worker.refused", facts))
+                case _:
+                    pass  # A beat, or a message for someone else: the link took note of the time.
+        except errors.BadFrame as error:
+            self._link.drop(str(error), now)
+
+    # -------------------------------------------------------------- work comes
+
+    def _assigned(self, run: AssignRun, now: Instant) -> None:
+        count = len(run.ids)
+        if run.first < 0 or len(run.bodies) != count or len(run.attempts) not in (0, count):
+            raise errors.BadFrame("malformed Assign: its columns differ in length")
+        spec = self._spec_of(bytes(run.spec))
+        if spec is None:
+            offsets = list(range(run.first, run.first + count))
+            text = "this worker cannot read the job's spec: its release may be too old for it"
+            self._acks.append(self._ledger.fail(run.grant, offsets, CANNOT_START, text))
+            return
+        parts, again = self._ledger.take(run, spec)
+        self._again += again
+        self._moved_at = now
+        for part in parts:
+            if self._draining:
+                self._give_back(part.grant, range(part.first, part.first + len(part.ids)))
+            elif not self._waiting and not part.attempts:
+                self._effects.append(Run(part, spec))
+            else:
+                self._wait(part, spec)
+
+    def _spec_of(self, encoded: bytes) -> Spec | None:
+        spec = self._specs.get(encoded)
+        if spec is None:
+            try:
+                spec = self._decode_spec(encoded)
+            except (msgspec.DecodeError, RecursionError):
+                return None
+            if len(self._specs) >= _SPECS_MAX:
+                self._specs.clear()
+            self._specs[encoded] = spec
+        return spec
+
+    def _wait(self, run: AssignRun, spec: Spec) -> None:
+        """Queue `run` behind the later attempts before it; its own stand alone."""
+        start = 0
+        count = len(run.ids)
+        for at in [*(at for at, number in enumerate(run.attempts) if number > 1), count]:
+            if at > start:
+                plain = cut(run, range(run.first + start, run.first + at))
+                self._push(msgspec.structs.replace(plain, attempts=[]), spec)
+            if at < count:
+                self._push(cut(run, range(run.first + at, run.first + at + 1)), spec)
+            start = at + 1
+
+    def _push(self, run: AssignRun, spec: Spec) -> None:
+        self._waiting.append((run, spec))
+        self._waiting_count += len(run.ids)
+
+    def _admit(self, now: Instant) -> bool:
+        """Hand over what waits, as far as it may begin; True if a beat must go out before it."""
+        announced = False
+        while self._waiting:
+            run, spec = self._waiting[0]
+            if run.attempts:
+                handed = self._ledger.open_count - self._waiting_count
+                if handed >= self._slots or self._link.conn is None:
+                    break
+                announced = True
+                self._running[run.grant, run.first] = now
+            self._waiting.popleft()
+            self._waiting_count -= len(run.ids)
+            self._moved_at = now
+            self._effects.append(Run(run, spec))
+        return announced
+
+    # -------------------------------------------------------------- work ends
+
+    def _run_finished(self, event: RunFinished, now: Instant) -> None:
+        count = len(event.outputs) + len(event.failures)
+        if count and event.ran_ns > 0:
+            self._sample(event.ran_ns // count)
+        self._moved_at = now
+        run = self._ledger.finish(
+            event.grant, event.offsets, event.outputs, event.failures, event.notes
+        )
+        if run is not None:
+            self._acks.append(run)
+
+    def _started(self, event: Started, now: Instant) -> None:
+        for number, offset, began in event.attempts:
+            grant = self._ledger.grants.get(number)
+            if grant is None or offset not in grant.open:
+                continue
+            self._running[number, offset] = began
+            self._sample(now - began)
+            spec = grant.spec_of(offset)
+            if spec is not None and spec.timeout_ns:
+                heappush(self._timeouts, (began + spec.timeout_ns, number, offset))
+
+    def _time_out(self, now: Instant) -> None:
+        while self._timeouts and self._timeouts[0][0] <= now:
+            _, number, offset = heappop(self._timeouts)
+            grant = self._ledger.grants.get(number)
+            if grant is None or offset not in grant.open:
+                continue
+            spec = grant.spec_of(offset)
+            assert spec is not None
+            text = f"ran longer than its time limit of {spec.timeout_ns / limits.NS:g} s"
+            self._acks.append(self._ledger.fail(number, [offset], TIMEOUT, text))
+            self._effects.append(Abort(number, [offset], TIMEOUT))
+
+    def _progress(self, event: ProgressMade) -> None:
+        if self._link.conn is not None and self._ledger.is_open(event.grant, event.offset):
+            self._relay.append(
+                encode_frame(messages.Progress(event.grant, event.offset, event.body))
+            )
+
+    def _give_back(self, number: GrantNo, offsets: Sequence[int]) -> None:
+        run = self._ledger.release(number, offsets)
+        if run is not None:
+            self._acks.append(run)
+
+    # -------------------------------------------------------------- the broker's wishes
+
+    def _stop(self, stop: messages.Stop) -> None:
+        number, why = stop.grant, stop.why
+        if why == RECALL:
+            self._recall(number, self._ledger.open_of(number, stop.offsets))
+            return
+        unbegun = self._unwait(number, self._ledger.open_of(number, stop.offsets))
+        if why == CANCEL:
+            gone = self._cancel(number, stop.offsets)
+        elif why == TIMEOUT:
+            gone = self._ledger.open_of(number, stop.offsets)
+            if gone:
+                text = "the broker ended it: over its time limit"
+                self._acks.append(self._ledger.fail(number, gone, TIMEOUT, text))
+        else:
+            gone = self._ledger.forget(number, stop.offsets)
+        ended = [offset for offset in gone if offset not in unbegun]
+        if ended:
+            self._effects.append(Abort(number, ended, why))
+
+    def _cancel(self, number: GrantNo, offsets: list[int] | None) -> list[int]:
+        """Confirm the end of these, also of those we never heard of: they do not run here."""
+        gone = self._ledger.open_of(number, offsets)
+        known = set(gone)
+        unheard = [
+            offset
+            for offset in offsets or []
+            if offset not in known and not self._ledger.is_settled(number, offset)
+        ]
+        if gone or unheard:
+            confirmed = self._ledger.fail(number, gone + unheard, CANCEL_CONFIRMED, "")
+            self._acks.append(confirmed)
+        return gone
+
+    def _recall(self, number: GrantNo, offsets: list[int]) -> None:
+        unbegun = self._unwait(number, offsets)
+        if unbegun:
+            self._give_back(number, sorted(unbegun))
+        asked = [
+            offset
+            for offset in offsets
+            if offset not in unbegun and (number, offset) not in self._running
+        ]
+        if asked:
+            self._effects.append(Abort(number, asked, RECALL))
+
+    def _unwait(self, number: GrantNo, offsets: list[int]) -> set[int]:
+        """Take these out of the waiting line; says which were in it."""
+        found: set[int] = set()
+        if not self._waiting:
+            return found
+        asked = set(offsets)
+        left: deque[tuple[AssignRun, Spec]] = deque()
+        for run, spec in self._waiting:
+            span = range(run.first, run.first + len(run.ids))
+            hit = asked.intersection(span) if run.grant == number else set()
+            if not hit:
+                left.append((run, spec))
+                continue
+            found |= hit
+            left.extend((cut(run, range(o, o + 1)), spec) for o in span if o not in hit)
+        self._waiting = left
+        self._waiting_count -= len(found)
+        return found
+
+    def _drain(self, reason: str, now: Instant) -> None:
+        if not self._draining:
+            self._draining = reason
+            for number in list(self._ledger.grants):
+                self._recall(number, self._ledger.open_of(number, None))
+            self._moved_at = now
+
+    # -------------------------------------------------------------- credit
+
+    def _sample(self, run_ns: int) -> None:
+        """Learn from one batch how long runs take: the last few batches count."""
+        self._mean_ns = (self._mean_ns * 3 + run_ns) // 4 if self._mean_ns else run_ns
+        wanted = self._slots * WORK_AHEAD_NS // max(self._mean_ns, 1)
+        self._credit = min(max(wanted, self._credit_least), self._credit_most)
+
+    def _news_of_credit(self) -> int | None:
+        """The credit to announce, if it differs from what was told by a third or more."""
+        credit, told = self.credit, self._credit_told
+        if credit != told and (self._draining or abs(credit - told) * 3 >= told):
+            return credit
+        return None
+
+    def _relieve(self, now: Instant) -> None:
+        """Long runs hold every slot and short ones wait behind them: give the surplus back."""
+        surplus = self._ledger.open_count - self._credit_least
+        if surplus <= 0 or now - self._moved_at < STALL_NS:
+            return
+        self._moved_at = now
+        self._credit = self._credit_least
+        self._mean_ns = max(self._mean_ns, STALL_NS)
+        for number in reversed(list(self._ledger.grants)):
+            offsets = self._ledger.open_of(number, None)[-surplus:]
+            surplus -= len(offsets)
+            self._recall(number, offsets)
+            if surplus <= 0:
+                break
+
+    # -------------------------------------------------------------- turns
+
+    def advance(self, now: Instant) -> list[Any]:
+        """Decide, once per turn, and say what the world shall do."""
+        if self._exited:
+            return []
+        link = self._link
+        link.advance(now)
+        self._time_out(now)
+        self._relieve(now)
+        announced = self._admit(now)
+        out = self._speak(announced, now)
+        effects, self._effects = self._effects, []
+        talk, link.effects = link.effects, []
+        if out and link.conn is not None:
+            talk.append(Send(link.conn, b"".join(out)))
+        effects = talk + effects
+        self._leave_if_done(effects)
+        return effects
+
+    def _speak(self, announced: bool, now: Instant) -> list[bytes]:
+        """All frames of this turn, in order. Acks are kept whether or not anybody listens."""
+        limit = limits.FRAME_BYTES_MAX
+        welcome = self._link.welcome
+        if welcome is not None:
+            limit = min(limit, max(welcome.frame_bytes_max, limits.FRAME_BYTES_MAX_BEFORE_HELLO))
+        fresh: list[bytes] = []
+        if self._acks:
+            for runs in packed(self._acks, limit):
+                self._ledger.sent(self._next_id, runs, now)
+                fresh.append(encode_frame(messages.Ack(runs), self._next_id))
+                self._next_id += 1
+            self._acks = []
+        again, self._again = self._again, []
+        relay, self._relay = self._relay, []
+        if welcome is None or self._link.conn is None:
+            return []
+        if self._link.conn != self._joined_conn:
+            return self._join(self._link.conn, welcome, now)
+        out = fresh + relay
+        for runs in packed(again, limit):
+            out.append(encode_frame(messages.Ack(runs), self._next_id))
+            self._next_id += 1
+        credit = self._news_of_credit()
+        if credit is not None:
+            self._credit_told = credit
+            out.append(encode_frame(messages.Credit(credit)))
+        if announced or now >= self._beat_at:
+            out.append(self._beat(welcome, now))
+        return out
+
+    def _join(self, conn: int, welcome: messages.Welcome, now: Instant) -> list[bytes]:
+        """Introduce ourselves with all we hold, and say again what was not confirmed."""
+        self._joined_conn = conn
+        self._welcomed = True
+        self._credit_told = self.credit
+        labels, cpu_milli, mem_mb, host = self._facts
+        join = messages.Join(
+            self._patterns,
+            self._slots,
+            self.credit,
+            labels,
+            cpu_milli,
+            mem_mb,
+            host,
+            self._ledger.held(),
+        )
+        self._next_id = self._ledger.renumbered(self._next_id)
+        facts = {"broker": welcome.broker, "group": welcome.group, "address": self._link.address}
+        self._effects.insert(0, Log("info", "worker.joined", facts))
+        return [
+            encode_frame(join),
+            *(encode_frame(messages.Ack(runs), number) for number, runs in self._ledger.unacked),
+            self._beat(welcome, now),
+        ]
+
+    def _beat(self, welcome: messages.Welcome, now: Instant) -> bytes:
+        self._beat_at = now + welcome.heartbeat_ns
+        self._ledger.fade(now)
+        is_open = self._ledger.is_open
+        self._running = {at: began for at, began in self._running.items() if is_open(*at)}
+        running = [
+            (number, offset, max(now - began, 0) // 1_000_000)
+            for (number, offset), began in self._running.items()
+        ]
+        return encode_frame(messages.Beat(running, self._load))
+
+    def _leave_if_done(self, effects: list[Any]) -> None:
+        refused, self._link.refused_by_all = self._link.refused_by_all, None
+        if refused is not None and not self._welcomed:
+            self._link.leave(refused.code)
+            effects += [*self._link.effects, Exit(refused.code, refused)]
+            self._exited = True
+        elif self._draining and not self._ledger.open_count and not self._ledger.unacked:
+            conn = self._link.conn
+            if conn is not None:
+                effects.append(Send(conn, encode_frame(messages.Bye(self._draining))))
+            self._link.leave(self._draining)
+            effects += [*self._link.effects, Exit(self._draining)]
+            self._exited = True
+
+    def next_deadline(self) -> Instant | None:
+        """When to call `advance` even if nothing happens."""
+        if self._exited:
+            return None
+        deadline = self._link.next_deadline()
+        if self._link.conn is not None:
+            deadline = min(deadline, self._beat_at)
+        if self._timeouts:
+            deadline = min(deadline, self._timeouts[0][0])
+        if self._ledger.open_count > self._credit_least:
+            deadline = min(deadline, self._moved_at + STALL_NS)
+        return deadline

@@ -1,0 +1,54 @@
+"""The bytes of protocol version 1, kept for ever: what was once sent must stay readable.
+
+A new message or field adds lines by `EKIDEN_REWRITE_GOLDEN=1 pytest tests/unit/wire/test_golden.py`
+and the diff is read by a person. After a release, lines of that version only ever get added.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ekiden import limits
+from ekiden.wire import messages
+from ekiden.wire.frames import FrameReader, encode_frame
+from tests.unit.wire.examples import EXAMPLES
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "wire_v1" / "frames.txt"
+
+
+def read_golden() -> dict[str, bytes]:
+    lines = GOLDEN.read_text("ascii").splitlines()
+    pairs = (line.split() for line in lines if line and not line.startswith("#"))
+    return {name: bytes.fromhex(digits) for name, digits in pairs}
+
+
+def write_golden() -> None:
+    lines = ["# One frame of every message, msg_id 17, corr_id 4; see tests/unit/wire/examples.py."]
+    lines += [f"{type(one).__name__} {encode_frame(one, 17, 4).hex()}" for one in EXAMPLES]
+    GOLDEN.write_text("\n".join(lines) + "\n", "ascii")
+
+
+if os.environ.get("EKIDEN_REWRITE_GOLDEN"):
+    write_golden()
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
+def test_version_1_bytes_are_read_and_written_as_ever(message):
+    golden = read_golden()[type(message).__name__]
+
+    (frame,) = FrameReader(limits.FRAME_BYTES_MAX).feed(golden)
+
+    assert (frame.type, frame.msg_id, frame.corr_id) == (messages.TYPE_OF[type(message)], 17, 4)
+    assert messages.decode(frame.type, frame.body) == message
+    assert encode_frame(message, 17, 4) == golden
+
+
+def test_there_is_no_golden_frame_that_nobody_checks():
+    assert set(read_golden()) == {type(message).__name__ for message in EXAMPLES}
+
+
+def test_type_numbers_are_used_once():
+    assert len(set(messages.TYPE_OF.values())) == len(messages.TYPE_OF)
