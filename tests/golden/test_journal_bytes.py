@@ -1,7 +1,7 @@
 """The bytes of every released journal version stay readable, and those of this one do not change.
 
 The files are hexadecimal, 32 bytes a line. They are never written again: a new version gets a
-folder of its own beside `journal-v1` (docs/JOURNAL.md, "Changing the format").
+folder of its own beside `journal_v1` (docs/JOURNAL.md, "Changing the format").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SNAPSHOT = "snapshot-00000000000000000004.snap"
 
 
 def golden(version: int) -> dict[str, bytes]:
-    folder = HERE / f"journal-v{version}"
+    folder = HERE / f"journal_v{version}"
     return {path.stem: bytes.fromhex(path.read_text()) for path in folder.glob("*.hex")}
 
 

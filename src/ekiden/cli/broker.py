@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -12,8 +12,6 @@ from ekiden import limits
 from ekiden.cli import options, output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ekiden.config import BrokerConfig
 
 PORT: Final = 7000
@@ -131,6 +129,7 @@ def run_broker(config: BrokerConfig, *, log_level: LogLevel, as_json: bool) -> i
 
     from ekiden.broker.serve import serve_broker
     from ekiden.observe.logs import set_up_logs
+    from ekiden.world.loop import run
 
     set_up_logs(as_json=as_json, level=log_level.value)
     if config.bind not in ("127.0.0.1", "::1", "localhost"):
@@ -138,18 +137,7 @@ def run_broker(config: BrokerConfig, *, log_level: LogLevel, as_json: bool) -> i
             f"note: listening on {config.bind}; peers must know the key, "
             "but what they say is not encrypted"
         )
-    return run_loop(serve_broker, config)
-
-
-def run_loop(serve: Callable[..., Any], *arguments: Any) -> int:
-    """Run a coroutine function on the fastest loop there is."""
-    import asyncio
-
-    try:
-        import uvloop
-    except ImportError:
-        return int(asyncio.run(serve(*arguments)) or 0)
-    return int(uvloop.run(serve(*arguments)) or 0)
+    return run(serve_broker(config))
 
 
 def _announce(bind: str, port: int, *, as_json: bool) -> None:

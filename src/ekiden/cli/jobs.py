@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ekiden.cli import options, output
-from ekiden.errors import EkidenError, WrongUsage
+from ekiden.errors import EkidenError
 
 if TYPE_CHECKING:
     from ekiden.client.blocking import Client
@@ -336,10 +336,3 @@ def report_change(
             more = f" and {len(unknown) - 5:,} more" if len(unknown) > 5 else ""
             output.say(f"unknown: {shown}{more}; list with: ekiden jobs list --all")
     return output.REFUSED if asked and len(unknown) == len(set(asked)) else output.DONE
-
-
-def check_count(value: int, name: str) -> int:
-    """`value`, if it is at least one."""
-    if value < 1:
-        raise WrongUsage(f"{name} is {value}", remedy="use 1 or more")
-    return value

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import itertools
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ekiden.cli import options, output
+
+if TYPE_CHECKING:
+    from ekiden.client.core import Message
+
+BACKLOG: Final = 10_000
 
 
 def pub(
@@ -46,22 +52,33 @@ def sub(
     example:
       $ ekiden sub 'prices.>' --json
     """
-    import queue
+    from queue import Full, Queue
 
-    arrived: queue.Queue[tuple[str, bytes]] = queue.Queue(maxsize=10_000)
+    arrived: Queue[Message] = Queue(BACKLOG)
+    lost = 0
+
+    def take(message: Message) -> None:
+        # Called in the client's own thread, which must not wait for a slow terminal.
+        nonlocal lost
+        try:
+            arrived.put_nowait(message)
+        except Full:
+            lost += 1
+
     with options.connected(connect, key_file) as client:
-        for pattern in patterns:
-            client.subscribe(
-                pattern, lambda message: arrived.put((message.subject, message.payload))
-            )
-        client.ask("stats")
+        for subscription in [client.subscribe(pattern, take) for pattern in patterns]:
+            subscription.wait_active()
         output.say(f"listening on {' '.join(patterns)}")
-        left = count
-        while left is None or left > 0:
-            subject, data = arrived.get()
-            if as_json:
-                output.emit({"subject": subject, "payload": data})
-            else:
-                text = output.plain(data.decode(errors="replace"), limit=2000)
-                print(f"{output.plain(subject)}  {text}", flush=True)
-            left = None if left is None else left - 1
+        for _ in range(count) if count else itertools.repeat(None):
+            _print_message(arrived.get(), as_json=as_json)
+            if lost:
+                output.say(f"{lost:,} messages were lost: they came faster than they were printed")
+                lost = 0
+
+
+def _print_message(message: Message, *, as_json: bool) -> None:
+    if as_json:
+        output.emit({"subject": message.subject, "payload": message.payload})
+        return
+    text = output.plain(message.payload.decode(errors="replace"), limit=2000)
+    print(f"{output.plain(message.subject)}  {text}", flush=True)

@@ -29,7 +29,9 @@ def up(
     data: Data = None,
     handlers: Annotated[
         str,
-        typer.Option("--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."),
+        typer.Option(
+            "--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."
+        ),
     ] = "",
     log_level: Annotated[
         LogLevel, typer.Option("--log-level", help="What to log, on stderr.")

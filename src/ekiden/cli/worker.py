@@ -36,7 +36,9 @@ def worker(
     ] = None,
     handlers: Annotated[
         str,
-        typer.Option("--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."),
+        typer.Option(
+            "--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."
+        ),
     ] = "",
     label: Annotated[
         list[str] | None,

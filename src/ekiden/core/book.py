@@ -21,7 +21,7 @@ import msgspec
 from ekiden import limits
 from ekiden.core import commands as c
 from ekiden.core.effects import Changes, SubmitOutcome, Tally
-from ekiden.core.queues import Lane, Queue, unpark
+from ekiden.core.queues import Lane, Queue, park, unpark
 from ekiden.core.rows import (
     ORDINALS,
     ClientLedger,
@@ -100,6 +100,7 @@ class JobBook:
         self._specs: dict[bytes, j.Spec] = {}
         self._changes = Changes()
         self._came_in = 0
+        self._command = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             c.Submit: self._submit,
             c.Assign: self._assign,
@@ -358,7 +359,10 @@ class JobBook:
             return
         rows = grant.rows
         if command.offsets is not None:
-            rows = [rows[offset] for offset in command.offsets if offset < len(rows)]
+            if any(not 0 <= offset < len(rows) for offset in command.offsets):
+                self._changes.stale += len(outputs)
+                return
+            rows = [rows[offset] for offset in command.offsets]
         if self.cancelling:
             self._finish_cancelled(grant, rows)
         settlement = self._settlement(j.DONE, command.worker, grant.wall)
@@ -384,32 +388,34 @@ class JobBook:
                 if offset < len(grant.rows) and grant.rows[offset].place is settlement:
                     grant.rows[offset].note = note
             settlement.bytes = size
-            self._spill(command, settlement, outputs)
+            self._spill(settlement, rows, outputs)
             self.totals.done += done
             self._close(settlement)
         self._unlease(grant, done)
         self._give_back(clients)
 
-    def _spill(self, command: c.Finish, settlement: Settlement, outputs: list[bytes]) -> None:
-        """Large outputs leave memory once they were handed on: the journal entry has them."""
+    def _spill(self, settlement: Settlement, rows: list[Row], outputs: list[bytes]) -> None:
+        """Large outputs leave memory once they are handed on: the journal entry has them."""
         if max(map(len, outputs)) <= limits.RESULT_BYTES_IN_MEMORY:
             return
-        slots = {id(output): slot for slot, output in enumerate(outputs)}
-        for row in settlement.rows:
-            output = row.body
-            if isinstance(output, bytes) and len(output) > limits.RESULT_BYTES_IN_MEMORY:
-                row.body = Kept(self.applied, self._command, slots[id(output)], len(output))
+        for slot, (row, output) in enumerate(zip(rows, outputs, strict=False)):
+            if len(output) > limits.RESULT_BYTES_IN_MEMORY and row.body is output:
+                row.body = Kept(self.applied, self._command, slot, len(output))
                 settlement.bytes -= len(output)
+                self._changes.large[row.id] = output
 
     def _finish_cancelled(self, grant: Grant, rows: list[Row]) -> None:
         """The cancel was committed first: a result that comes later does not count."""
+        clients: dict[ClientLedger, None] = {}
         for row in rows:
             if row.place is grant and row.id in self.cancelling:
-                self._leave_grant(row, grant)
+                self._leave_grant(row)
+                clients[row.origin.client] = None
                 self._end_cancelled(row, grant)
                 self._unlease(grant, 1)
+        self._give_back(clients)
 
-    def _leave_grant(self, row: Row, grant: Grant) -> None:
+    def _leave_grant(self, row: Row) -> None:
         row.place = None
         row.origin.client.inflight -= 1
 
@@ -426,7 +432,7 @@ class JobBook:
             if row is None or row.place is not grant:
                 self._changes.stale += 1
                 continue
-            self._leave_grant(row, grant)
+            self._leave_grant(row)
             clients[row.origin.client] = None
             ended += 1
             if row.id in self.cancelling:
@@ -452,7 +458,7 @@ class JobBook:
             if row is None or row.place is not grant:
                 self._changes.stale += 1
                 continue
-            self._leave_grant(row, grant)
+            self._leave_grant(row)
             clients[row.origin.client] = None
             ended += 1
             if row.id in self.cancelling:
@@ -471,7 +477,7 @@ class JobBook:
         for grant in sorted(worker.grants.values(), key=lambda g: g.number, reverse=True):
             owned = grant.owned()
             for offset, row in reversed(owned):
-                self._leave_grant(row, grant)
+                self._leave_grant(row)
                 clients[row.origin.client] = None
                 burned = (grant.number, offset) in started
                 if row.id in self.cancelling:
@@ -637,7 +643,12 @@ class JobBook:
 
     def _configure(self, command: c.Configure) -> None:
         self.settings = command.settings
-        self._give_back(list(self.clients.values()))
+        cap = command.settings.client_inflight_max
+        clients = sorted(self.clients.values(), key=lambda client: client.id)
+        for client in clients:
+            if cap and client.inflight >= cap and not client.parked:
+                park(client)
+        self._give_back(clients)
 
     # -------------------------------------------------------------- retention
 

@@ -36,7 +36,7 @@ class Tally:
 class Changes:
     """All hints of one entry."""
 
-    __slots__ = ("grants", "requeued", "settlements", "stale", "stops", "submits", "tallies", "woken")
+    __slots__ = ("grants", "large", "requeued", "settlements", "stale", "stops", "submits", "tallies", "woken")
 
     def __init__(self) -> None:
         self.submits: list[SubmitOutcome] = []
@@ -45,6 +45,8 @@ class Changes:
         """One for every Cancel, Replay and Purge command, in order."""
         self.grants: list[Grant] = []
         self.settlements: list[Settlement] = []
+        self.large: dict[str, bytes] = {}
+        """Outputs too large for memory, by job id: to be handed on now or read back later."""
         self.stops: list[tuple[Grant, int]] = []
         self.requeued: list[Row] = []
         """Rows that wait again after an attempt: retried, released or forfeited."""

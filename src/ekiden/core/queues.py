@@ -97,7 +97,7 @@ class Queue:
         """Up to `count` jobs: highest priority first, round the ring, never past a client's cap."""
         taken: list[tuple[Lane, list[Row]]] = []
         for priority in sorted(self.rings, reverse=True):
-            ring = self.rings[priority]
+            ring = self.rings.get(priority)
             while ring and count:
                 lane = ring[0]
                 share = min(lane.ready, max(1, count // len(ring)))

@@ -21,7 +21,7 @@ from ekiden.machine import Log
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 _LEVEL_NUMBERS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-_OWN_KEYS: Final = ("event", "level", "time")
+_OWN_KEYS: Final = ("event", "level", "time", "self")
 _COLOURS: Final = {"debug": "2", "info": "32", "warning": "33", "error": "31"}
 _VALUE_LENGTH_MAX: Final = 500
 

@@ -25,9 +25,7 @@ Piece: TypeAlias = tuple[Batch, int, int]
 """Indices [low, end) of a batch that wait to begin."""
 
 
-def parted(
-    batch: Batch, indices: range, asked: set[int]
-) -> tuple[list[Piece], list[int]]:
+def parted(batch: Batch, indices: range, asked: set[int]) -> tuple[list[Piece], list[int]]:
     """Pieces of `indices` that were not asked for, and the offsets that were."""
     first = batch.first
     if asked.isdisjoint(range(first + indices.start, first + indices.stop)):

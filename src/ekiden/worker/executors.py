@@ -61,8 +61,8 @@ class _Chunk:
     """What one thread has taken: indices `low` .. `end` of a batch, in order."""
 
     __slots__ = (
-        "abandoned", "batch", "began", "end", "items", "low", "mark", "outputs", "reported", "told",
-        "troubled",
+        "abandoned", "batch", "began", "end", "ended", "items", "low", "mark", "outputs",
+        "reported", "told", "troubled",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, low: int, end: int, now: Instant) -> None:
@@ -76,6 +76,8 @@ class _Chunk:
         """Up to when the time of its runs is accounted for."""
         self.began = now
         """When the attempt at hand began."""
+        self.ended: Instant = 0
+        """When the last attempt ended; 0 until then."""
         self.told = -1
         """The index that was announced as running."""
         self.troubled = False
@@ -265,14 +267,17 @@ class HandlerExecutor:
     def _collect(self) -> None:
         self._woken = False
         now = time.monotonic_ns()
+        outcomes: dict[Batch, list[Outcome]] = {}
         while self._done:
             done = self._done.popleft()
             if isinstance(done, Outcome):
-                self._report_async(done)
+                outcomes.setdefault(done.batch, []).append(done)
             elif done.abandoned:
                 self._abandoned -= 1
             else:
                 self._report(done, now)
+        for batch, some in outcomes.items():
+            self._report_async(batch, some)
         self._watch()
 
     def _report(self, chunk: _Chunk, now: Instant) -> None:
@@ -284,7 +289,7 @@ class HandlerExecutor:
         self._flush_notes()
         batch = chunk.batch
         first = batch.first + chunk.low + chunk.reported
-        ran_ns = max(now - chunk.mark, 1)
+        ran_ns = max((chunk.ended or now) - chunk.mark, 1)
         chunk.reported = count
         chunk.mark = now
         handler = batch.handler
@@ -302,17 +307,22 @@ class HandlerExecutor:
         outputs = [out for _, out in plain]
         self._emit(RunFinished(batch.grant, [at for at, _ in plain], outputs, {}, failures, ran_ns))
 
-    def _report_async(self, done: Outcome) -> None:
+    def _report_async(self, batch: Batch, outcomes: list[Outcome]) -> None:
         self._flush_notes()
-        offset = done.batch.first + done.at
-        ran_ns = max(done.ended - done.began, 1)
-        handler = done.batch.handler
-        handler.mean_ns = (handler.mean_ns + ran_ns) // 2
-        if isinstance(done.output, Trouble):
-            failure = Failure(offset, done.output.cause, done.output.message)
-            self._emit(RunFinished(done.batch.grant, (), [], {}, [failure], ran_ns))
-        else:
-            self._emit(RunFinished(done.batch.grant, [offset], [done.output], {}, [], ran_ns))
+        ran_ns = max(sum(outcome.ended - outcome.began for outcome in outcomes), 1)
+        handler = batch.handler
+        handler.mean_ns = (handler.mean_ns + ran_ns // len(outcomes)) // 2
+        offsets: list[int] = []
+        outputs: list[bytes] = []
+        failures: list[Failure] = []
+        for outcome in outcomes:
+            offset, output = batch.first + outcome.at, outcome.output
+            if isinstance(output, Trouble):
+                failures.append(Failure(offset, output.cause, output.message))
+            else:
+                offsets.append(offset)
+                outputs.append(output)
+        self._emit(RunFinished(batch.grant, offsets, outputs, {}, failures, ran_ns))
 
     def _finished_async(self, outcome: Outcome) -> None:
         self._done.append(outcome)
@@ -460,10 +470,11 @@ def _run_chunk(chunk: _Chunk) -> None:
         job = Job(bodies[at], (), at, batch) if plain else call_of(batch, at)
         try:
             value = function(job) if type(job) is Job else job
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (SystemExit included)
             value = trouble_of(error)
         if type(value) is not bytes or len(value) > _OUTPUT_MAX:
             value = result_of(value)
             if type(value) is Trouble:
                 chunk.troubled = True
         append(value)
+    chunk.ended = clock()

@@ -179,7 +179,7 @@ def result_of(value: Any) -> bytes | Trouble:
         return value
     try:
         output = encoded(value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (whatever a user's type may raise)
         kind = type(value).__name__
         return Trouble(
             HANDLER_ERROR,
@@ -198,7 +198,7 @@ def trouble_of(error: BaseException) -> Trouble:
     """An exception out of a handler: its type and text, then the innermost lines that led to it."""
     try:
         text = str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001  (whatever a user's type may raise)
         text = "(its text cannot be shown)"
     head = f"{type(error).__name__}: {text}" if text else type(error).__name__
     # The first frame is ours.

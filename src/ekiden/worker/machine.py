@@ -439,16 +439,18 @@ class WorkerMachine:
 
     def _sample(self, run_ns: int) -> None:
         """Learn from one batch how long runs take: the last few batches count."""
-        self._mean_ns = (self._mean_ns * 3 + run_ns) // 4 if self._mean_ns else run_ns
+        self._mean_ns = (self._mean_ns * 7 + run_ns) // 8 if self._mean_ns else run_ns
         wanted = self._slots * WORK_AHEAD_NS // max(self._mean_ns, 1)
         self._credit = min(max(wanted, self._credit_least), self._credit_most)
 
     def _news_of_credit(self) -> int | None:
-        """The credit to announce, if it differs from what was told by a third or more."""
+        """The credit to announce, if it differs enough from what was told."""
         credit, told = self.credit, self._credit_told
-        if credit != told and (self._draining or abs(credit - told) * 3 >= told):
-            return credit
-        return None
+        if credit * 2 <= told or credit * 2 >= told * 3:
+            return credit if credit != told else None
+        # The extremes are always told: nothing more may follow, so nearly would be for ever.
+        extreme = credit in (0, self._credit_least, self._credit_most)
+        return credit if extreme and credit != told else None
 
     def _relieve(self, now: Instant) -> None:
         """Long runs hold every slot and short ones wait behind them: give the surplus back."""

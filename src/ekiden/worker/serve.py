@@ -76,9 +76,7 @@ class Worker:
         key_file: str | Path | None = None,
         key: bytes | None = None,
     ) -> None:
-        self.addresses = split_addresses(
-            address or os.environ.get(ENV_CONNECT) or DEFAULT_ADDRESS
-        )
+        self.addresses = split_addresses(address or os.environ.get(ENV_CONNECT) or DEFAULT_ADDRESS)
         self.slots = hardware.cpu_count() if slots is None else slots
         if self.slots < 1:
             raise WrongUsage(f"a worker needs at least one slot, not {slots}")
@@ -123,7 +121,7 @@ class Worker:
         try:
             return run(self._run())
         except EkidenError as error:
-            print(f"ekiden worker: {error}", file=sys.stderr)
+            sys.stderr.write(f"ekiden worker: {error}\n")
             return 3 if isinstance(error, Fault) else 4
         finally:
             sys.setswitchinterval(before)
@@ -299,7 +297,7 @@ class _Engine:
     def _main(self) -> None:
         try:
             run(self._serve())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001
             # Raised again where somebody waits; a thread has nobody to tell.
             self._error = error
             if not isinstance(error, EkidenError):

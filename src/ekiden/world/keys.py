@@ -89,7 +89,9 @@ def find_key(address: str, *, key_file: Path | str | None = None) -> bytes:
             )
         return key
     for one in split_addresses(address):
-        key = _read(_place(one))
+        place = _place(one)
+        _check_closed(place.parent)
+        key = _read(place)
         if key is not None:
             return key
     raise Unauthenticated(
@@ -159,11 +161,14 @@ def _make_private(folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        loose = os.name == "posix" and folder.stat().st_mode & 0o022
     except OSError as error:
         raise _unwritable(folder, error) from None
-    if loose:
-        # Whoever can write here can make us trust another broker.
+    _check_closed(folder)
+
+
+def _check_closed(folder: Path) -> None:
+    """Whoever can write where keys are published can make us trust another broker."""
+    if os.name == "posix" and folder.is_dir() and folder.stat().st_mode & 0o022:
         raise Unauthenticated(
             f"others can write to the folder {str(folder)!r}", remedy=f"chmod 700 {folder}"
         )

@@ -356,4 +356,5 @@ def _turn_away(accepted: socket.socket, most: int) -> None:
 def _why(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()
-    return str(error) or type(error).__name__
+    said = error.strerror if isinstance(error, OSError) else ""
+    return said or str(error) or type(error).__name__

@@ -292,7 +292,7 @@ def test_nothing_of_a_closed_connection_is_heard_or_sent(go):
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         encode_frame(Publish("a", b"x"))[:-1] + b"!",
         struct.pack("<I", 1 << 31),
-        os.urandom(1) + b"\xff" * 50,
+        b"\x07" + b"\xff" * 50,
     ],
     ids=["http", "damaged", "huge", "noise"],
 )
