@@ -29,7 +29,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 import msgspec
@@ -141,7 +141,7 @@ class Log:
         os.write(self._file, data)
         os.fdatasync(self._file)
 
-    def _committed(self, future: Future[None], then: list[Callable[[], None]]) -> None:
+    def _committed(self, future: asyncio.Future[None], then: list[Callable[[], None]]) -> None:
         future.result()
         self._syncing = False
         for call in then:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from ekiden.client.core import Message
     from ekiden.client.futures import JobFuture, JobResult
     from ekiden.client.options import JobOptions
-    from ekiden.worker.api import Job, Worker
+    from ekiden.worker.handlers import Job
+    from ekiden.worker.serve import Worker
 
 _HOMES = {
     "AsyncClient": "ekiden.client.aio",
@@ -25,12 +26,12 @@ _HOMES = {
     "AsyncSubscription": "ekiden.client.aio",
     "BlockingSubscription": "ekiden.client.blocking",
     "Client": "ekiden.client.blocking",
-    "Job": "ekiden.worker.api",
+    "Job": "ekiden.worker.handlers",
     "JobFuture": "ekiden.client.futures",
     "JobOptions": "ekiden.client.options",
     "JobResult": "ekiden.client.futures",
     "Message": "ekiden.client.core",
-    "Worker": "ekiden.worker.api",
+    "Worker": "ekiden.worker.serve",
 }
 
 __all__ = [

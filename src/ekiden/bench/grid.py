@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import ekiden
 from ekiden.bench.processes import BenchFailed, Child, Crew, wait_until
@@ -20,35 +19,25 @@ class Grid:
         self._crew = crew
         self._options = options
         self._name = name
+        self._port = "0"
         self.data = crew.folder / f"{name}-data"
-        self.address = f"127.0.0.1:{_free_port()}"
         self.workers: list[Child] = []
-        # The load of this process itself (stats, probes) looks its key up there.
+        # What this process itself asks of the broker looks its key up there.
         os.environ["EKIDEN_STATE"] = crew.environment["EKIDEN_STATE"]
-        self.broker = self.start_broker()
+        self.broker, self.address = self.start_broker()
 
-    def start_broker(self) -> Child:
-        """Start the broker on its data folder; it may not be serving yet when this returns."""
-        port = self.address.rpartition(":")[2]
+    def start_broker(self, timeout_s: float = START_TIMEOUT_S) -> tuple[Child, str]:
+        """Start the broker on its data folder and return when it says that it serves."""
         self.broker = self._crew.start_python(
             f"{self._name}-broker",
-            *("-m", "ekiden.cli.main", "broker", "--port", port, "--data", self.data),
+            *("-m", "ekiden.cli.main", "broker", "--json", "--log-level", "warning"),
+            *("--port", self._port, "--data", self.data),
             *self._options,
+            talks=True,
         )
-        return self.broker
-
-    def wait_serving(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return once the port accepts; a broker listens only when it has recovered."""
-        host, _, port = self.address.rpartition(":")
-
-        def accepts() -> bool:
-            try:
-                socket.create_connection((host, int(port)), 0.5).close()
-            except OSError:
-                return False
-            return True
-
-        wait_until(self.broker, "open port", timeout_s, accepts)
+        self.address = str(self.broker.hear(timeout_s)["address"])
+        self._port = self.address.rpartition(":")[2]
+        return self.broker, self.address
 
     def add_worker(self, slots: int = 2) -> Child:
         """Start a noop worker and wait until the broker counts it."""
@@ -103,15 +92,8 @@ def start_grid(
     """A serving broker with `workers` noop workers."""
     try:
         grid = Grid(crew, options=options)
-        grid.wait_serving()
         for _ in range(workers):
             grid.add_worker(slots)
     except EkidenError as error:
         raise BenchFailed(f"the grid did not start: {error}") from error
     return grid
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -113,14 +113,14 @@ async def clients(address: str) -> None:
 
 async def _open(address: str, number: int) -> ekiden.AsyncClient:
     client = ekiden.AsyncClient(address, client_id=f"bench-{number}", batch_jobs=1)
-    await client.__aenter__()
+    await client.start()
     await client.stats()
     return client
 
 
 async def _call(client: ekiden.AsyncClient, jobs: int) -> None:
     for _ in range(jobs):
-        future = await client.submit(NAME, payload=PAYLOAD, subject=SUBJECT)
+        future = client.submit(NAME, payload=PAYLOAD, subject=SUBJECT)
         result = await future
         if len(result.output) != len(RESULT):
             raise RuntimeError(f"job {future.job_id} came back with another result")

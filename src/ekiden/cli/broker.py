@@ -10,6 +10,7 @@ import typer
 
 from ekiden import limits
 from ekiden.cli import options, output
+from ekiden.errors import WrongUsage
 
 if TYPE_CHECKING:
     from ekiden.config import BrokerConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 PORT: Final = 7000
 MIB: Final = 1 << 20
 DAY_NS: Final = 24 * 3600 * limits.NS
+POLICIES: Final = ("least-load", "round-robin")
 
 
 class Sync(StrEnum):
@@ -75,6 +77,17 @@ def broker(
     ids_max: Annotated[
         int, typer.Option("--ids-max", min=0, help="Most ids of finished jobs to keep.")
     ] = limits.IDS_KEPT_MAX,
+    waiting_max: Annotated[
+        int, typer.Option("--waiting-max", min=1, help="Most jobs waiting on a subject.")
+    ] = limits.WAITING_MAX,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            metavar="PATTERN=NAME",
+            help="least-load (default) or round-robin for these subjects; repeatable.",
+        ),
+    ] = None,
     log_level: Level = LogLevel.INFO,
     as_json: options.Json = False,
 ) -> int:
@@ -101,9 +114,26 @@ def broker(
         client_cap=client_cap,
         results_max=results_max,
         ids_max=ids_max,
+        waiting_max=waiting_max,
+        policies=_policies(policy or []),
         on_ready=lambda ready: _announce(bind, ready, as_json=as_json),
     )
     return run_broker(config, log_level=log_level, as_json=as_json)
+
+
+def _policies(pairs: list[str]) -> dict[str, str]:
+    from ekiden.core.subjects import check_pattern
+
+    policies: dict[str, str] = {}
+    for pair in pairs:
+        pattern, _, name = pair.rpartition("=")
+        if name not in POLICIES:
+            raise WrongUsage(
+                f"--policy {pair!r} names no policy",
+                remedy=f"write PATTERN=NAME with one of: {', '.join(POLICIES)}",
+            )
+        policies[check_pattern(pattern)] = name
+    return policies
 
 
 def leader(

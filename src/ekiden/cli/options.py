@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ekiden.client.blocking import Client
 
 ADDRESS_DEFAULT: Final = "127.0.0.1:7000"
-CONNECT_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 3.0
 
 Connect: TypeAlias = Annotated[
     str,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, Unpack, overload
 
 from ekiden import errors, limits
-from ekiden.client.contract import Publishing
-from ekiden.client.core import Core, Message, Subscription, make_settings, was_cancelled
+from ekiden.client.core import Core, Message, Subscription, id_batches, sum_up, was_cancelled
 from ekiden.client.futures import JobFuture, JobResult
-from ekiden.client.options import JobOptions, to_bytes
+from ekiden.client.options import JobOptions, make_message
+from ekiden.client.settings import make_settings
 
 MAP_WINDOW: Final = 10_000
 """Jobs `map` has open at once: enough to keep a grid busy, little enough to hold in memory."""
@@ -213,7 +213,7 @@ class AsyncClient:
             await self.ready_to_submit()
             batch = made[done : done + core.budget]
             core.budget -= len(batch)
-            core.inbox += batch
+            core.inbox.extend(batch)
             done += len(batch)
             core.poke()
         return made
@@ -311,8 +311,7 @@ class AsyncClient:
 
     async def cancel(self, job_ids: str | Iterable[str]) -> dict[str, Any]:
         """Cancel jobs by id; says how many were cancelled, are being, or were settled already."""
-        ids = [job_ids] if isinstance(job_ids, str) else list(job_ids)
-        return dict(await self.ask("cancel", ids=ids))
+        return sum_up([await self.ask("cancel", ids=ids) for ids in id_batches(job_ids)])
 
     async def stats(self) -> dict[str, Any]:
         """Counters of the broker."""
@@ -326,7 +325,7 @@ class AsyncClient:
 
     async def publish(self, subject: str, payload: Any = b"") -> None:
         """To every subscriber whose pattern matches, at once and never stored: it may be lost."""
-        self._core.request(Publishing(subject, to_bytes(payload)))
+        self._core.request(make_message(subject, payload))
 
     def subscribe(
         self, pattern: str, callback: Callable[[Message], Any] | None = None

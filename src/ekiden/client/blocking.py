@@ -16,17 +16,18 @@ from queue import SimpleQueue
 from typing import Any, Final, Literal, Unpack, overload
 
 from ekiden import errors, limits
-from ekiden.client.contract import Publishing
 from ekiden.client.core import (
     GATHER_MAX,
     Core,
     Message,
     Subscription,
-    make_settings,
+    id_batches,
+    sum_up,
     thread_reply,
 )
 from ekiden.client.futures import JobFuture, JobResult
-from ekiden.client.options import JobOptions, to_bytes
+from ekiden.client.options import JobOptions, make_message
+from ekiden.client.settings import make_settings
 from ekiden.world import loop
 
 MAP_WINDOW: Final = 10_000
@@ -163,9 +164,10 @@ class Client:
         while done < len(made):
             if core.budget <= 0:
                 self._wait_room()
-            batch = made[done : done + core.budget]
+            # Other threads draw on the same budget: it may be gone by now.
+            batch = made[done : done + max(core.budget, 1)]
             core.budget -= len(batch)
-            core.inbox += batch
+            core.inbox.extend(batch)
             done += len(batch)
             core.poke()
         return made
@@ -245,8 +247,7 @@ class Client:
 
     def cancel(self, job_ids: str | Iterable[str]) -> dict[str, Any]:
         """Cancel jobs by id; says how many were cancelled, are being, or were settled already."""
-        ids = [job_ids] if isinstance(job_ids, str) else list(job_ids)
-        return dict(self.ask("cancel", ids=ids))
+        return sum_up(self.ask("cancel", ids=ids) for ids in id_batches(job_ids))
 
     def stats(self) -> dict[str, Any]:
         """Counters of the broker."""
@@ -260,7 +261,7 @@ class Client:
 
     def publish(self, subject: str, payload: Any = b"") -> None:
         """To every subscriber whose pattern matches, at once and never stored: it may be lost."""
-        self._core.request(Publishing(subject, to_bytes(payload)))
+        self._core.request(make_message(subject, payload))
 
     def subscribe(
         self, pattern: str, callback: Callable[[Message], Any] | None = None
@@ -385,6 +386,7 @@ class _LoopThread:
         self._thread = threading.Thread(target=self._run, name="ekiden-client", daemon=True)
         self._thread.start()
         self._started.wait()
+        assert self._core.started, "the client's thread could not begin"
 
     def end(self, flush_timeout_s: float) -> None:
         """Stop the core and wait for the thread."""
@@ -404,7 +406,10 @@ class _LoopThread:
             self._end.set_result(flush_timeout_s)
 
     def _run(self) -> None:
-        loop.run(self._live())
+        try:
+            loop.run(self._live())
+        finally:
+            self._started.set()
 
     async def _live(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
@@ -33,14 +32,15 @@ from ekiden.client.machine import ClientMachine
 from ekiden.client.options import (
     JobOptions,
     TermsBook,
-    addresses_of,
-    default_client_id,
+    check_params,
     make_body,
     to_bytes,
     too_large,
 )
+from ekiden.client.settings import Settings
+from ekiden.core.subjects import check_pattern
 from ekiden.machine import Log
-from ekiden.model.ids import check_job_id, check_party
+from ekiden.model.ids import check_job_id
 from ekiden.model.jobs import FORM_PLAIN
 from ekiden.world.keys import find_key
 from ekiden.world.loop import Driver
@@ -75,53 +75,11 @@ class Reply(Protocol):
     def set_exception(self, error: BaseException, /) -> None: ...
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """How a client was asked to be."""
-
-    addresses: list[str]
-    client_id: str
-    key: bytes | None
-    key_file: Path | str | None
-    pending_max: int
-    batch_jobs: int
-    ask_timeout_s: float
-    close_timeout_s: float
-
-
-def make_settings(
-    address: str | None,
-    *,
-    client_id: str | None,
-    key: bytes | None,
-    key_file: Path | str | None,
-    pending_max: int,
-    batch_jobs: int,
-    ask_timeout_s: float,
-    close_timeout_s: float,
-) -> Settings:
-    """Settings with defaults filled in. Raises `WrongUsage` or `BadId`."""
-    if pending_max < 1 or not 1 <= batch_jobs <= limits.BATCH_JOBS_MAX:
-        raise errors.WrongUsage(
-            f"pending_max {pending_max} or batch_jobs {batch_jobs} is out of range",
-            remedy=f"pending_max is at least 1, batch_jobs 1 to {limits.BATCH_JOBS_MAX}",
-        )
-    return Settings(
-        addresses=addresses_of(address),
-        client_id=check_party(client_id or default_client_id(), "client"),
-        key=key,
-        key_file=key_file,
-        pending_max=pending_max,
-        batch_jobs=batch_jobs,
-        ask_timeout_s=ask_timeout_s,
-        close_timeout_s=close_timeout_s,
-    )
-
-
 class Subscription:
-    """One pattern. Messages nobody looked at are kept up to a bound; then the oldest are dropped."""
+    """One pattern. What nobody looked at is kept up to a bound; then the oldest is dropped."""
 
     def __init__(self, core: Core, pattern: str, callback: Callable[[Message], Any] | None) -> None:
-        self.pattern = pattern
+        self.pattern = check_pattern(pattern)
         self.dropped = 0
         """How many messages were dropped because nobody looked at them in time."""
         self._core = core
@@ -306,7 +264,7 @@ class Core:
     def ask(self, verb: str, params: dict[str, Any]) -> Any:
         """A reply that gets the answer of the broker."""
         reply = self.new_reply()
-        self.request(Asking(reply, verb, params))
+        self.request(Asking(reply, verb, check_params(params)))
         return reply
 
     def wait_up(self) -> Any:
@@ -370,6 +328,7 @@ class Core:
     async def stop(self, flush_timeout_s: float) -> None:
         """Wait until what was submitted is accepted, at most so long; then end what is open."""
         self.closing = True
+        self.budget = 0
         assert self._driver is not None
         assert self._network is not None
         if self.pending and self._refusal is None:
@@ -388,6 +347,7 @@ class Core:
         self._driver.turn()
         await self._network.wait_closed()
         self._driver.stop()
+        self._refuse_inbox(self._stopped)
 
     def _table(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -409,6 +369,9 @@ class Core:
     def _do_drain(self) -> None:
         self.poked = False
         assert self._driver is not None
+        if self._driver.ended:
+            self._refuse_inbox(self._stopped or _closed())
+            return
         if count := len(self.inbox):
             handles = self.inbox[:count]
             del self.inbox[:count]
@@ -521,11 +484,10 @@ class Core:
                 f"the client failed: {bug!r}", remedy="this is a bug in ekiden; please report it"
             )
             _log.error("the client failed", exc_info=bug)
-            everyone = self.machine.everyone()
-            error = self._stopped
-            futures.fail(self.condition, [(handle, error) for handle in everyone])
-            self._refuse_inbox(error)
-        error = self._stopped or _closed()
+            everyone = [(handle, self._stopped) for handle in self.machine.everyone()]
+            futures.fail(self.condition, everyone)
+            self._refuse_inbox(self._stopped)
+        error: errors.EkidenError = self._stopped or _closed()
         self.connected = False
         self._answer_all(self._up_waiters, error)
         self._answer_all(self._room_waiters, error)
@@ -546,6 +508,22 @@ class Core:
                 reply.set_result(None)
             else:
                 reply.set_exception(error)
+
+
+def id_batches(job_ids: str | Iterable[str]) -> list[list[str]]:
+    """Ids in parts that fit a question each."""
+    ids = [job_ids] if isinstance(job_ids, str) else [check_job_id(each) for each in job_ids]
+    size = limits.BATCH_JOBS_MAX
+    return [ids[at : at + size] for at in range(0, len(ids), size)] or [[]]
+
+
+def sum_up(answers: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One answer out of those to the parts: counts are added, lists joined."""
+    total: dict[str, Any] = {}
+    for answer in answers:
+        for name, value in answer.items():
+            total[name] = total[name] + value if name in total else value
+    return total
 
 
 def was_cancelled(answer: Any) -> bool:

@@ -407,10 +407,14 @@ def _named(cause: Any) -> dict[str, Any]:
 
 
 def _opened(body: bytes) -> Any:
-    """A progress note as it was given: workers send JSON; anything else stays bytes."""
+    """A progress note as it was given: JSON, else text, else bytes."""
     try:
         return msgspec.json.decode(body)
     except msgspec.DecodeError:
+        pass
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
         return body
 
 

@@ -25,6 +25,7 @@ from ekiden.client.contract import (
     AskRefused,
     Attaching,
     Deliveries,
+    Handle,
     JobsAccepted,
     JobsDone,
     JobsEnded,
@@ -32,12 +33,14 @@ from ekiden.client.contract import (
     Leaving,
     LinkDown,
     LinkUp,
+    Order,
     ProgressMade,
     Publishing,
     RefusedByAll,
     Submitting,
     SubscribeRefused,
     Subscribing,
+    Terms,
     Unsubscribing,
 )
 from ekiden.client.family import Family
@@ -47,6 +50,33 @@ from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
 from ekiden.wire.messages import Delivery, ResultRun
 from ekiden.wire.session import error_from
+
+# The machine and what it is spoken to with, in one import.
+__all__ = [
+    "Answered",
+    "AskRefused",
+    "Asking",
+    "Attaching",
+    "ClientMachine",
+    "Deliveries",
+    "Handle",
+    "JobsAccepted",
+    "JobsDone",
+    "JobsEnded",
+    "JobsRefused",
+    "Leaving",
+    "LinkDown",
+    "LinkUp",
+    "Order",
+    "ProgressMade",
+    "Publishing",
+    "RefusedByAll",
+    "Submitting",
+    "SubscribeRefused",
+    "Subscribing",
+    "Terms",
+    "Unsubscribing",
+]
 
 # Asking these twice does no harm, so an answer lost with the connection is asked for again.
 _REPEATABLE: Final = frozenset(
@@ -334,12 +364,25 @@ class ClientMachine:
         ):
             self._say_submit(*self._next_batch())
         while self._to_ask:
-            question = self._to_ask.popleft()
-            self._asking[self._say(messages.Ask(question.verb, question.params))] = question
+            self._say_ask(self._to_ask.popleft())
         while self._to_publish:
             news = self._to_publish.popleft()
             self._say(messages.Publish(news.subject, news.payload))
         self._publish_bytes = 0
+
+    def _say_ask(self, question: Asking) -> None:
+        number = self._number()
+        frame = encode_frame(messages.Ask(question.verb, question.params), number)
+        if len(frame) > limits.FRAME_BYTES_MAX:
+            error = errors.TooLarge(
+                f"the question {question.verb!r} takes {len(frame):,} bytes, over the limit of "
+                f"{limits.FRAME_BYTES_MAX:,}",
+                remedy="ask in parts",
+            )
+            self._effects.append(AskRefused(question.handle, error))
+            return
+        self._outbox.append(frame)
+        self._asking[number] = question
 
     def _next_batch(self) -> tuple[list[Any], int]:
         """The longest run of equal terms at the head that fits one frame."""

@@ -1,4 +1,4 @@
-"""From what a user says about a job to what travels: terms, body, client id, addresses.
+"""From what a user says about a job to what travels: terms and a body.
 
 Terms are made once per distinct set of options: a caller that submits a million alike jobs pays for
 one lookup per job. Whatever can be seen to be wrong without asking the broker is refused here.
@@ -6,10 +6,6 @@ one lookup per job. Whatever can be seen to be wrong without asking the broker i
 
 from __future__ import annotations
 
-import getpass
-import os
-import platform
-import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, Final, TypedDict
@@ -17,20 +13,21 @@ from typing import Any, Final, TypedDict
 import msgspec
 
 from ekiden import limits
-from ekiden.client.contract import Terms
+from ekiden.client.contract import Publishing, Terms
+from ekiden.core.subjects import check_subject
 from ekiden.errors import BadId, TooLarge, WrongUsage
 from ekiden.limits import NS
-from ekiden.model.ids import check_name, shown
+from ekiden.model.ids import check_name, check_party, shown
 from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Call, Needs, Route, Spec
-from ekiden.world.addresses import split_addresses
-
-ENV_CONNECT: Final = "EKIDEN_CONNECT"
-ADDRESS_DEFAULT: Final = "127.0.0.1:7000"
 
 # Distinct option sets remembered; a caller with a new deadline for every job must not fill memory.
 _TERMS_KEPT: Final = 10_000
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+# What encoders raise for values that have no place on the wire.
+_UNSENDABLE: Final = (TypeError, ValueError, OverflowError, RecursionError)
 
 
 class JobOptions(TypedDict, total=False):
@@ -65,32 +62,31 @@ class TermsBook:
     """Terms by the options they were made from."""
 
     def __init__(self) -> None:
-        self._plain: dict[str, Terms] = {}
-        self._other: dict[Any, Terms] = {}
+        self._known: dict[Any, Terms] = {}
+        # Most calls are like the one before. Only options that cannot change later are kept here.
+        self._last: tuple[str, int, JobOptions, Terms | None] = ("", FORM_PLAIN, {}, None)
 
     def terms(self, name: str, form: int, options: JobOptions) -> Terms:
         """The terms for jobs called `name`. Raises `WrongUsage` or `BadId`."""
-        if not options and form == FORM_PLAIN:
-            found = self._plain.get(name)
-            if found is None:
-                found = _keep(self._plain, name, make_terms(name, form, options))
-            return found
-        key = (name, form, *options.items())
+        last_name, last_form, last_options, last = self._last
+        if last is not None and last_name == name and last_form == form and last_options == options:
+            return last
+        key: Any = (name, form, *options.items())
         try:
-            known = self._other.get(key)
+            found = self._known.get(key)
+            fixed = True
         except TypeError:
             key = (name, form, repr(options))
-            known = self._other.get(key)
-        if known is None:
-            known = _keep(self._other, key, make_terms(name, form, options))
-        return known
-
-
-def _keep(book: dict[Any, Terms], key: Any, terms: Terms) -> Terms:
-    if len(book) >= _TERMS_KEPT:
-        book.clear()
-    book[key] = terms
-    return terms
+            found = self._known.get(key)
+            fixed = False
+        if found is None:
+            found = make_terms(name, form, options)
+            if len(self._known) >= _TERMS_KEPT:
+                self._known.clear()
+            self._known[key] = found
+        if fixed:
+            self._last = (name, form, options, found)
+        return found
 
 
 def make_terms(name: str, form: int, options: JobOptions) -> Terms:
@@ -101,10 +97,10 @@ def make_terms(name: str, form: int, options: JobOptions) -> Terms:
     spec = Spec(
         name=name,
         route=Route(
-            subject=options.get("subject") or f"job.assign.{name}",
+            subject=check_subject(options.get("subject") or f"job.assign.{name}"),
             needs=make_needs(options.get("needs")),
             key=_named(options.get("key"), "key"),
-            pin=options.get("pin") or "",
+            pin=check_party(pin, "worker") if (pin := options.get("pin")) else "",
         ),
         priority=_whole(
             options.get("priority") or 0, "priority", -limits.PRIORITY_MAX, limits.PRIORITY_MAX
@@ -148,28 +144,27 @@ def _labels(wish: Any) -> dict[str, str]:
     if wish is None:
         return {}
     if isinstance(wish, Mapping):
-        return {str(name): str(value) for name, value in wish.items()}
-    pairs = [wish] if isinstance(wish, str) else list(wish)
-    found = {}
-    for pair in pairs:
-        name, equals, value = str(pair).partition("=")
-        if not equals or not name:
-            raise WrongUsage(f"label {pair!r} is not usable", remedy="write name=value")
-        found[name] = value
-    return found
+        found = {str(name): str(value) for name, value in wish.items()}
+    else:
+        pairs = [wish] if isinstance(wish, str) else list(wish)
+        found = {}
+        for pair in pairs:
+            name, equals, value = str(pair).partition("=")
+            if not equals or not name:
+                raise WrongUsage(f"label {pair!r} is not usable", remedy="write name=value")
+            found[name] = value
+    return {_named(name, "label"): _named(found[name], "label value") for name in found}
 
 
 def to_bytes(payload: Any) -> bytes:
     """bytes as they are, text as UTF-8, anything else as JSON."""
     if isinstance(payload, bytes):
         return payload
-    if isinstance(payload, str):
-        return payload.encode()
     if isinstance(payload, bytearray | memoryview):
         return bytes(payload)
     try:
-        return msgspec.json.encode(payload)
-    except (TypeError, ValueError, RecursionError) as error:
+        return payload.encode() if isinstance(payload, str) else msgspec.json.encode(payload)
+    except _UNSENDABLE as error:
         raise WrongUsage(
             f"a payload of type {type(payload).__name__} cannot be sent: {error}",
             remedy="give bytes, text or what JSON can hold",
@@ -185,13 +180,32 @@ def make_body(payload: Any, args: Iterable[Any]) -> tuple[int, bytes]:
         form = FORM_CALL
         try:
             body = _encode(Call(body, given))
-        except (TypeError, ValueError, RecursionError) as error:
+        except _UNSENDABLE as error:
             raise WrongUsage(
                 f"the args cannot be sent: {error}", remedy="give numbers, text, bytes, lists, maps"
             ) from None
     if len(body) > limits.PAYLOAD_BYTES_MAX:
         raise too_large(len(body))
     return form, body
+
+
+def check_params(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a question, if they can be sent."""
+    try:
+        _encode(params)
+    except _UNSENDABLE as error:
+        raise WrongUsage(
+            f"the parameters cannot be sent: {error}", remedy="give numbers, text, lists and maps"
+        ) from None
+    return params
+
+
+def make_message(subject: str, payload: Any) -> Publishing:
+    """Something to publish. Raises `BadSubject`, `TooLarge` or `WrongUsage`."""
+    body = to_bytes(payload)
+    if len(body) > limits.PAYLOAD_BYTES_MAX:
+        raise too_large(len(body))
+    return Publishing(check_subject(subject), body)
 
 
 def too_large(size: int) -> TooLarge:
@@ -202,30 +216,11 @@ def too_large(size: int) -> TooLarge:
     )
 
 
-def addresses_of(address: str | None) -> list[str]:
-    """The brokers to try: what was given, else EKIDEN_CONNECT, else this machine."""
-    return split_addresses(address or os.environ.get(ENV_CONNECT) or ADDRESS_DEFAULT)
-
-
-def default_client_id() -> str:
-    """`user@host`, with what is not allowed in an id replaced."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError, ImportError):
-        user = "user"
-    host = platform.node() or "host"
-    return re.sub(r"[^A-Za-z0-9._:-]", "-", user)[:60] + "@" + _host(host)
-
-
-def _host(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._:-]", "-", name)[:60]
-
-
 # ------------------------------------------------------------------ one value at a time
 
 
 def _number(value: Any, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
         raise WrongUsage(f"{what} is {value!r}", remedy="give a number that is not negative")
     return value
 

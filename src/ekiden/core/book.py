@@ -424,7 +424,8 @@ class JobBook:
         if grant is None:
             self._changes.stale += len(command.offsets)
             return
-        rows, clients, ended = grant.rows, {}, 0
+        rows, ended = grant.rows, 0
+        clients: dict[ClientLedger, None] = {}
         for offset, cause, message in zip(
             command.offsets, command.causes, command.messages, strict=False
         ):
@@ -451,7 +452,8 @@ class JobBook:
         if grant is None:
             self._changes.stale += len(command.offsets)
             return
-        rows, clients, ended = grant.rows, {}, 0
+        rows, ended = grant.rows, 0
+        clients: dict[ClientLedger, None] = {}
         # Backwards, so that each goes to the front and they lie in their old order.
         for offset in sorted(set(command.offsets), reverse=True):
             row = rows[offset] if 0 <= offset < len(rows) else None

@@ -40,9 +40,9 @@ def check(book: JobBook) -> None:
     _check_grants(book, leased)
     _check_retention(book)
     for job_id in book.cancelling:
-        row = book.find(job_id)
-        assert row is not None, job_id
-        assert isinstance(row.place, Grant), job_id
+        found = book.find(job_id)
+        assert found is not None, job_id
+        assert isinstance(found.place, Grant), job_id
 
 
 def _check_clients(book: JobBook, live: dict[str, list[int]]) -> None:

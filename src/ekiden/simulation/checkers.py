@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from ekiden.core import commands
 from ekiden.core.book import JobBook
-from ekiden.core.invariants import check, fingerprint
-from ekiden.core.rows import Kept, Row, Settlement
+from ekiden.core.image import fingerprint
+from ekiden.core.invariants import check
+from ekiden.core.rows import Grant, Kept, Row, Settlement
 from ekiden.journal.records import HEADER_BYTES, RECORD_BYTES, crc_seed, decode_record
 from ekiden.model.jobs import DONE, TERMINAL
 from ekiden.simulation.network import Party, body_of
@@ -75,6 +76,15 @@ class Mirror:
             at += RECORD_BYTES + len(payload)
             self._apply(index, payload)
         self._read_upto[name] = at
+
+    def state_of(self, job: str) -> str:
+        """The state of a job, roughly."""
+        row = self.book.find(job)
+        if row is None:
+            return "unknown"
+        if isinstance(row.place, Settlement):
+            return row.place.state
+        return f"leased to {row.place.worker.id}" if isinstance(row.place, Grant) else "waiting"
 
     def _apply(self, index: int, payload: bytes) -> None:
         book = self.book
@@ -168,7 +178,7 @@ class Checkers:
             for offset, job in enumerate(jobs):
                 if (number, offset) in refused or (number, -1) in refused:
                     continue
-                if self.mirror.book.row(job) is None:
+                if self.mirror.book.find(job) is None:
                     raise Violation("I1", f"{job} was accepted but is not on disk")
                 self.accepted[job] = None
 
@@ -185,7 +195,7 @@ class Checkers:
                 if self._told.setdefault(job, told) != told:
                     raise Violation("I2", f"the result of {job} changed to {told}")
         for ended in message.ended:
-            row = self.mirror.book.row(ended.id)
+            row = self.mirror.book.find(ended.id)
             if row is not None and not isinstance(row.place, Settlement):
                 raise Violation("I2", f"{ended.id} was told as {ended.state}, but it is not settled")
 
@@ -254,7 +264,7 @@ class Checkers:
 
     def _keep_accepted(self) -> None:
         for job in self.accepted:
-            if self.mirror.book.row(job) is None:
+            if self.mirror.book.find(job) is None:
                 raise Violation("I1", f"{job} was accepted and is gone")
 
     def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
@@ -290,7 +300,7 @@ class Checkers:
         plan = self.grid.plans.get(job)
         same = plan is not None and handle.body == plan.body
         if error.code == "conflict" and same:
-            row = self.mirror.book.row(job)
+            row = self.mirror.book.find(job)
             if row is not None and job in self.accepted:
                 raise Violation("I9", f"{job} was refused as a conflict with itself")
 
@@ -298,13 +308,13 @@ class Checkers:
 
     def check_book(self) -> None:
         """The mirror is sound in itself."""
-        broken = check(self.mirror.book)
-        if broken:
-            raise Violation("book", str(broken))
+        try:
+            check(self.mirror.book)
+        except AssertionError as broken:
+            raise Violation("book", f"an invariant of the book does not hold: {broken}") from broken
 
     def _open(self) -> list[str]:
-        book = self.mirror.book
-        return [job for job in self.accepted if book.state_of(job) not in TERMINAL]
+        return [job for job in self.accepted if self.mirror.state_of(job) not in TERMINAL]
 
     def all_ended(self) -> bool:
         """Every accepted job has ended, and every program knows how its jobs ended."""
@@ -320,8 +330,7 @@ class Checkers:
 
     def why_not_ended(self) -> str:
         """What is still open, for people."""
-        book = self.mirror.book
-        open_jobs = [f"{job} is {book.state_of(job)}" for job in self._open()]
+        open_jobs = [f"{job} is {self.mirror.state_of(job)}" for job in self._open()]
         return "after the heal " + ", ".join([*open_jobs, *self._waiting_clients()][:5])
 
     def check_rest(self) -> None:

@@ -11,7 +11,7 @@ from random import Random
 
 import msgspec
 
-from ekiden.client.machine import Terms
+from ekiden.client.contract import Terms
 from ekiden.limits import NS
 from ekiden.model.jobs import CANNOT_START, HANDLER_ERROR, TIMEOUT, Needs, Route, Spec
 from ekiden.simulation.world import MS

@@ -6,12 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ekiden.client.machine import (
+from ekiden.client.contract import (
     Answered,
-    AskRefused,
     Asking,
+    AskRefused,
     Attaching,
-    ClientMachine,
     Deliveries,
     JobsAccepted,
     JobsDone,
@@ -25,6 +24,7 @@ from ekiden.client.machine import (
     Submitting,
     SubscribeRefused,
 )
+from ekiden.client.machine import ClientMachine
 from ekiden.errors import EkidenError
 from ekiden.simulation.network import Network
 from ekiden.simulation.plans import JobPlan
@@ -223,7 +223,7 @@ class SimClient(Process):
         """Job → how it ended, as this program was told."""
         self.asked: dict[int, tuple[str, Any]] = {}
         self.answers = 0
-        for kind, handler in {
+        news: dict[type, Callable[[Any], None]] = {
             JobsAccepted: self._accepted,
             JobsDone: self._done,
             JobsEnded: self._ended,
@@ -236,8 +236,8 @@ class SimClient(Process):
             Deliveries: self._ignore,
             ProgressMade: self._ignore,
             SubscribeRefused: self._ignore,
-        }.items():
-            self.handlers[kind] = handler
+        }
+        self.handlers.update(news)
 
     def start(self) -> None:
         """A new life: submit again what is not known to be settled, under the same ids."""

@@ -170,14 +170,14 @@ class FolderStorage:
 
     def sync_folder(self) -> None:
         """Return when names made, changed and removed so far survive a power loss."""
-        if sys.platform == "win32":
-            return  # a folder cannot be opened there; its journal keeps names with the files
-        with _faults(f"cannot sync the folder {self.path!r}"):
-            fd = os.open(self.path, os.O_RDONLY | _CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        # Windows cannot open a folder; its file system keeps names in a journal of its own.
+        if sys.platform != "win32":
+            with _faults(f"cannot sync the folder {self.path!r}"):
+                fd = os.open(self.path, os.O_RDONLY | _CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
 
     # -------------------------------------------------------------- descriptors
 

@@ -95,13 +95,21 @@ def test_an_empty_table_says_so_beside_the_result(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0123, "12.3 ms"), (5, "5.0 s"), (65, "1 min 05 s"), (7260, "2 h 01 min"), (200_000, "2 d 07 h")],
+    [
+        (0.0123, "12.3 ms"),
+        (5, "5.0 s"),
+        (65, "1 min 05 s"),
+        (7260, "2 h 01 min"),
+        (200_000, "2 d 07 h"),
+    ],
 )
 def test_spans_in_two_units(seconds: float, text: str) -> None:
     assert output.span(seconds) == text
 
 
-@pytest.mark.parametrize(("count", "text"), [(12, "12 B"), (1500, "1.5 kB"), (3 * 10**12, "3.0 TB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(12, "12 B"), (1500, "1.5 kB"), (3 * 10**12, "3.0 TB")]
+)
 def test_sizes_in_few_digits(count: int, text: str) -> None:
     assert output.size(count) == text
 

@@ -30,7 +30,9 @@ EXAMPLES: list[m.Message] = [
     m.HelloWorker(1, "w1", "s2", NONCE, "ekiden/0.1.0"),
     m.Challenge(1, NONCE),
     m.Proof(b"\x01" * 32),
-    m.Welcome(b"\x02" * 32, "alpha", "b1", 3, 2_000_000_000, 15_000_000_000, 1 << 20, "ekiden/0.1.0"),
+    m.Welcome(
+        b"\x02" * 32, "alpha", "b1", 3, 2_000_000_000, 15_000_000_000, 1 << 20, "ekiden/0.1.0"
+    ),
     m.Join(["render.>"], 4, 8, {"os": "linux"}, 4000, 8192, "desk", [(7, [0, 2])]),
     m.Bye("draining"),
     m.Submit(SPEC, ["j1", "j2"], bytes(16), [b"a", b"b"], 5, 6, 7),
@@ -46,7 +48,9 @@ EXAMPLES: list[m.Message] = [
     m.Refusal("queue_full", "subject 'a' is full", "retry later", 1500),
     m.NotLeader("10.0.0.2:7000"),
     m.Assign([m.AssignRun(7, 0, SPEC, "ann@desk", ["j1"], [b"a"], [2])]),
-    m.Ack([m.AckRun(7, [0], [b"out"], {0: NOTE}, [m.Failure(1, "timeout", "after 5 s", NOTE)], [2])]),
+    m.Ack(
+        [m.AckRun(7, [0], [b"out"], {0: NOTE}, [m.Failure(1, "timeout", "after 5 s", NOTE)], [2])]
+    ),
     m.Acked(12),
     m.Credit(16),
     m.Stop(7, [1], "cancel"),

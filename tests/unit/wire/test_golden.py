@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.unit.wire.examples import EXAMPLES
 
 from ekiden import limits
 from ekiden.wire import messages
 from ekiden.wire.frames import FrameReader, encode_frame
-from tests.unit.wire.examples import EXAMPLES
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "wire_v1" / "frames.txt"
 
@@ -36,7 +37,7 @@ if os.environ.get("EKIDEN_REWRITE_GOLDEN"):
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
-def test_version_1_bytes_are_read_and_written_as_ever(message):
+def test_version_1_bytes_are_read_and_written_as_ever(message: Any) -> None:
     golden = read_golden()[type(message).__name__]
 
     (frame,) = FrameReader(limits.FRAME_BYTES_MAX).feed(golden)
@@ -46,9 +47,9 @@ def test_version_1_bytes_are_read_and_written_as_ever(message):
     assert encode_frame(message, 17, 4) == golden
 
 
-def test_there_is_no_golden_frame_that_nobody_checks():
+def test_there_is_no_golden_frame_that_nobody_checks() -> None:
     assert set(read_golden()) == {type(message).__name__ for message in EXAMPLES}
 
 
-def test_type_numbers_are_used_once():
+def test_type_numbers_are_used_once() -> None:
     assert len(set(messages.TYPE_OF.values())) == len(messages.TYPE_OF)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
+from tests.unit.wire.examples import EXAMPLES
 
 from ekiden.errors import BadFrame
 from ekiden.wire import messages
-from tests.unit.wire.examples import EXAMPLES
 
 
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
-def test_fields_of_a_newer_peer_are_ignored(message):
+def test_fields_of_a_newer_peer_are_ignored(message: Any) -> None:
     fields = msgspec.msgpack.decode(messages.encode_body(message))
     newer = msgspec.msgpack.encode([*fields, {"of": "tomorrow"}])
     assert messages.decode(messages.TYPE_OF[type(message)], newer) == message
 
 
-def test_fields_that_an_older_peer_does_not_send_get_their_default():
+def test_fields_that_an_older_peer_does_not_send_get_their_default() -> None:
     body = msgspec.msgpack.encode([1, "ann", "s1", bytes(16)])
     assert messages.decode(1, body) == messages.HelloClient(1, "ann", "s1", bytes(16), "")
 
@@ -36,6 +38,6 @@ def test_fields_that_an_older_peer_does_not_send_get_their_default():
         (54, b"\x92\xa2\xff\xfe\xc4\x00"),
     ],
 )
-def test_a_body_that_is_no_message_is_a_bad_frame_and_nothing_worse(kind, body):
+def test_a_body_that_is_no_message_is_a_bad_frame_and_nothing_worse(kind: Any, body: Any) -> None:
     with pytest.raises(BadFrame):
         messages.decode(kind, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 import uvloop
@@ -15,10 +16,10 @@ LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(params=LOOPS)
-def go(request):
+def go(request: Any) -> Any:
     """Runs a coroutine to its end on either event loop, with a deadline."""
 
-    def run_it(main):
+    def run_it(main: Any) -> Any:
         with asyncio.Runner(loop_factory=LOOPS[request.param]) as runner:
             return runner.run(asyncio.wait_for(main, 20))
 
@@ -28,19 +29,19 @@ def go(request):
 class Recorder:
     """Notes what it is fed and answers with what it was told to."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.turns: list[list[object]] = []
         self.fed: list[object] = []
         self.deadline: int | None = None
         self.effects: list[object] = []
         self.on_turn = asyncio.Event()
 
-    def receive(self, event, now):
+    def receive(self, event: Any, now: Any) -> None:
         if event == "explode in receive":
             raise ZeroDivisionError(event)
         self.fed.append(event)
 
-    def advance(self, now):
+    def advance(self, now: Any) -> Any:
         gathered, self.fed = self.fed, []
         self.turns.append(gathered)
         if self.deadline is not None and now >= self.deadline:
@@ -51,16 +52,16 @@ class Recorder:
         effects, self.effects = self.effects, []
         return effects
 
-    def next_deadline(self):
+    def next_deadline(self) -> Any:
         return self.deadline
 
-    async def wait_turn(self):
+    async def wait_turn(self) -> None:
         await self.on_turn.wait()
         self.on_turn.clear()
 
 
-def test_all_that_arrives_in_one_iteration_is_one_turn(go):
-    async def main():
+def test_all_that_arrives_in_one_iteration_is_one_turn(go: Any) -> None:
+    async def main() -> None:
         machine = Recorder()
         driver = Driver(machine, perform={})
         for event in ("a", "b", "c"):
@@ -74,9 +75,10 @@ def test_all_that_arrives_in_one_iteration_is_one_turn(go):
     go(main())
 
 
-def test_effects_go_to_the_handler_of_their_type_in_order(go):
-    async def main():
-        machine, done = Recorder(), []
+def test_effects_go_to_the_handler_of_their_type_in_order(go: Any) -> None:
+    async def main() -> None:
+        machine = Recorder()
+        done: list[object] = []
         driver = Driver(machine, perform={str: done.append})
         driver.handle(Log, done.append)
         machine.effects = ["one", Log("info", "two", {}), "three"]
@@ -87,9 +89,10 @@ def test_effects_go_to_the_handler_of_their_type_in_order(go):
     go(main())
 
 
-def test_effects_may_go_to_one_function(go):
-    async def main():
-        machine, done = Recorder(), []
+def test_effects_may_go_to_one_function(go: Any) -> None:
+    async def main() -> None:
+        machine = Recorder()
+        done: list[object] = []
         driver = Driver(machine, perform=done.extend)
         machine.effects = ["one", 2]
         driver.wake()
@@ -99,8 +102,8 @@ def test_effects_may_go_to_one_function(go):
     go(main())
 
 
-def test_an_event_fed_while_effects_are_performed_gets_a_turn_of_its_own(go):
-    async def main():
+def test_an_event_fed_while_effects_are_performed_gets_a_turn_of_its_own(go: Any) -> None:
+    async def main() -> None:
         machine = Recorder()
         driver = Driver(machine)
         driver.handle(str, lambda effect: driver.feed(f"echo of {effect}"))
@@ -114,8 +117,8 @@ def test_an_event_fed_while_effects_are_performed_gets_a_turn_of_its_own(go):
 
 
 @pytest.mark.parametrize("where", ["receive", "advance"])
-def test_a_bug_in_the_machine_ends_the_driver(go, where):
-    async def main():
+def test_a_bug_in_the_machine_ends_the_driver(go: Any, where: Any) -> None:
+    async def main() -> None:
         machine = Recorder()
         driver = Driver(machine, perform={})
         driver.feed(f"explode in {where}")
@@ -133,9 +136,13 @@ def test_a_bug_in_the_machine_ends_the_driver(go, where):
     go(main())
 
 
-def test_a_bug_in_a_handler_or_a_missing_handler_ends_the_driver(go):
-    async def main():
-        for perform, kind in (({str: lambda _: 1 / 0}, ZeroDivisionError), ({}, KeyError)):
+def test_a_bug_in_a_handler_or_a_missing_handler_ends_the_driver(go: Any) -> None:
+    async def main() -> None:
+        def explode(_: Any) -> None:
+            raise ZeroDivisionError
+
+        broken: dict[type, Any] = {str: explode}
+        for perform, kind in ((broken, ZeroDivisionError), ({}, KeyError)):
             machine = Recorder()
             machine.effects = ["x"]
             driver = Driver(machine, perform=perform)
@@ -146,8 +153,8 @@ def test_a_bug_in_a_handler_or_a_missing_handler_ends_the_driver(go):
     go(main())
 
 
-def test_the_timer_follows_the_deadline_as_it_moves(go):
-    async def main():
+def test_the_timer_follows_the_deadline_as_it_moves(go: Any) -> None:
+    async def main() -> None:
         machine = Recorder()
         driver = Driver(machine, perform={})
         started = time.monotonic_ns()
@@ -165,8 +172,8 @@ def test_the_timer_follows_the_deadline_as_it_moves(go):
     go(main())
 
 
-def test_a_deadline_that_moved_away_costs_no_turn(go):
-    async def main():
+def test_a_deadline_that_moved_away_costs_no_turn(go: Any) -> None:
+    async def main() -> None:
         machine = Recorder()
         driver = Driver(machine, perform={})
         machine.deadline = time.monotonic_ns() + 10_000_000
@@ -180,8 +187,8 @@ def test_a_deadline_that_moved_away_costs_no_turn(go):
     go(main())
 
 
-def test_a_stopped_driver_has_no_timer_and_no_error(go):
-    async def main():
+def test_a_stopped_driver_has_no_timer_and_no_error(go: Any) -> None:
+    async def main() -> None:
         machine = Recorder()
         driver = Driver(machine, perform={})
         machine.deadline = time.monotonic_ns() + 10**9
@@ -196,21 +203,21 @@ def test_a_stopped_driver_has_no_timer_and_no_error(go):
     go(main())
 
 
-def test_run_uses_uvloop_where_it_can_be_had():
-    async def main():
+def test_run_uses_uvloop_where_it_can_be_had() -> None:
+    async def main() -> Any:
         return type(asyncio.get_running_loop()).__module__
 
     assert run(main()).startswith("uvloop")
 
 
-def test_the_histogram_is_exact_to_an_eighth_and_fixed_in_size():
+def test_the_histogram_is_exact_to_an_eighth_and_fixed_in_size() -> None:
     durations = Durations()
     for _ in range(990):
         durations.add(1_000_000)
     for _ in range(10):
         durations.add(50_000_000)
     assert 1_000_000 <= durations.quantile_ns(0.98) <= 1_130_000
-    assert 50_000_000 == durations.quantile_ns(0.999)
+    assert durations.quantile_ns(0.999) == 50_000_000
     assert durations.max_ns == 50_000_000
     for exponent in range(63):
         durations.add(1 << exponent)
@@ -218,7 +225,7 @@ def test_the_histogram_is_exact_to_an_eighth_and_fixed_in_size():
 
 
 @pytest.mark.parametrize("value_ns", [0, 1000, 20_000, 123_456, 7_654_321, 3_600 * 10**9])
-def test_a_quantile_is_never_below_what_was_counted(value_ns):
+def test_a_quantile_is_never_below_what_was_counted(value_ns: Any) -> None:
     durations = Durations()
     durations.add(value_ns)
     durations.add(value_ns)

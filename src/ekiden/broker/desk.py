@@ -1,0 +1,364 @@
+"""Questions and changes by people and tools: what `Ask` is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any
+
+from ekiden.core import commands as c
+from ekiden.core.effects import Tally
+from ekiden.core.queues import Lane
+from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
+from ekiden.core.subjects import check_pattern, match
+from ekiden.errors import BadRequest, UnknownJob, UnknownWorker
+from ekiden.limits import NS
+from ekiden.machine import Instant
+from ekiden.model import jobs as j
+from ekiden.wire import messages as m
+
+if TYPE_CHECKING:
+    from ekiden.broker.machine import BrokerMachine
+    from ekiden.broker.peers import Peer
+
+# Rows looked at for one listing: bounds the turn it takes, whatever the filter leaves over.
+ROWS_SEEN_MAX = 50_000
+LIST_MAX = 1000
+CHANGE_MAX = 10_000
+QUEUES_SHOWN = 100
+
+_FILTERS = ("state", "subject", "client", "run")
+
+
+class Desk:
+    """Reads the machine it belongs to; changes only by proposing commands."""
+
+    def __init__(self, machine: BrokerMachine) -> None:
+        self._machine = machine
+        self.facts: Callable[[], dict[str, Any]] = dict
+        """What only the process knows: memory, turns, disk. Set by the world."""
+        self._verbs: dict[str, Callable[[Peer, int, dict[str, Any], Instant], Any]] = {
+            "stats": self._stats,
+            "jobs": self._jobs,
+            "job": self._job,
+            "workers": self._workers,
+            "cancel": self._change,
+            "replay": self._change,
+            "purge": self._change,
+            "drain": self._drain,
+            "resume": self._drain,
+        }
+        self._verb = ""
+
+    def asked(self, peer: Peer, msg_id: int, ask: m.Ask, now: Instant) -> None:
+        """Answer now, or when the change is applied. Raises a Refusal."""
+        verb = self._verbs.get(ask.verb)
+        if verb is None:
+            raise BadRequest(f"unknown verb {ask.verb[:40]!r}", remedy=f"use {', '.join(self._verbs)}")
+        self._verb = ask.verb
+        try:
+            answer = verb(peer, msg_id, ask.params, now)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise BadRequest(f"parameters of {ask.verb!r} make no sense: {error}") from None
+        if answer is not None:
+            peer.send(m.Answer(answer), msg_id)
+
+    def changed(self, peer: Peer, msg_id: int, command: Any, tally: Tally) -> None:
+        """A change was applied: tell who asked."""
+        if isinstance(command, c.Cancel):
+            body = {
+                "cancelled": len(tally.changed),
+                "cancelling": len(tally.stopping),
+                "settled": len(tally.settled),
+                "unknown": tally.unknown,
+            }
+        else:
+            done = "replayed" if isinstance(command, c.Replay) else "purged"
+            body = {
+                done: len(tally.changed),
+                "skipped": len(tally.settled),
+                "unknown": tally.unknown,
+            }
+        peer.send(m.Answer(body), msg_id)
+
+    # -------------------------------------------------------------- jobs
+
+    def _rows(self, state: str | None) -> Iterator[Row]:
+        book = self._machine.book
+        waiting = (row for q in book.queues.values() for la in q.lanes.values() for row in la.rows)
+        later = (row for d in chain(book.delays, book.watches) for row in d.rows)
+        leased = (row for grant in book.grants.values() for row in grant.rows)
+        ended = (
+            row
+            for settlement in chain(reversed(book.settled), reversed(book.faded))
+            if state is None or settlement.state == state
+            for row in settlement.rows
+        )
+        by_state = {
+            j.QUEUED: waiting, j.DELAYED: later, j.LEASED: leased, j.RUNNING: leased,
+            j.CANCELLING: leased, j.DONE: ended, j.FAILED: ended, j.CANCELLED: ended,
+        }  # fmt: skip
+        if state is not None and state not in by_state:
+            raise BadRequest(f"unknown state {state[:40]!r}", remedy=f"use {', '.join(by_state)}")
+        return by_state[state] if state else chain(leased, waiting, later, ended)
+
+    def _select(self, params: dict[str, Any]) -> Iterator[Row]:
+        """Rows that pass the filters, each once, after a bounded look."""
+        state, subject = params.get("state"), params.get("subject")
+        client, run = params.get("client"), params.get("run")
+        if subject:
+            check_pattern(subject)
+        seen: set[str] = set()
+        for row in islice(self._rows(state), ROWS_SEEN_MAX):
+            spec = row.origin.spec
+            if row.place is None or not row.id or row.id in seen:
+                continue
+            seen.add(row.id)
+            if state and self._state(row) != state and not (state == j.LEASED):
+                continue
+            if client and row.origin.client.id != client:
+                continue
+            if run and spec.run != run:
+                continue
+            if subject and not match(subject, spec.route.subject):
+                continue
+            yield row
+
+    def _jobs(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
+        limit = max(1, min(int(params.get("limit", 100)), LIST_MAX))
+        rows = self._select(params)
+        after = params.get("after")
+        if after:
+            for row in rows:
+                if row.id == after:
+                    break
+        found = list(islice(rows, limit + 1))
+        return {"jobs": [self._line(row) for row in found[:limit]], "more": len(found) > limit}
+
+    def _state(self, row: Row) -> str:
+        place = row.place
+        if isinstance(place, Settlement):
+            return place.state
+        if isinstance(place, Grant):
+            if row.id in self._machine.book.cancelling:
+                return j.CANCELLING
+            worker = self._machine.roster.workers.get(place.worker.id)
+            for number, offset, _ in worker.running if worker is not None else ():
+                if number == place.number and place.rows[offset : offset + 1] == [row]:
+                    return j.RUNNING
+            return j.LEASED
+        return j.DELAYED if isinstance(place, Delay) else j.QUEUED
+
+    def _line(self, row: Row) -> dict[str, Any]:
+        origin, place = row.origin, row.place
+        line: dict[str, Any] = {
+            "id": row.id,
+            "state": self._state(row),
+            "name": origin.spec.name,
+            "subject": origin.spec.route.subject,
+            "client": origin.client.id,
+            "run": origin.spec.run,
+            "priority": origin.spec.priority,
+            "attempt": row.attempt,
+            "generation": self._machine.book.generations.get(row.id, (0, 0))[0],
+            "submitted": origin.wall,
+            "worker": "",
+            "leased": 0,
+            "finished": 0,
+        }
+        if isinstance(place, Grant):
+            line |= {"worker": place.worker.id, "leased": place.wall}
+        elif isinstance(place, Settlement):
+            line |= {
+                "worker": place.worker, "leased": place.leased, "finished": place.wall,
+                "reason": place.reason,
+            }  # fmt: skip
+        if row.history:
+            last = row.history[-1]
+            line |= {"last_cause": last.cause, "last_message": last.message}
+        return line
+
+    def _job(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
+        job_id = str(params.get("id", ""))
+        row = self._machine.book.find(job_id)
+        if row is None:
+            raise UnknownJob(
+                f"no job {job_id[:128]!r} in group {self._machine.config.group!r} "
+                "(finished jobs are kept 7 days)",
+                remedy="list with: ekiden jobs list",
+            )
+        line = self._line(row)
+        line["causes"] = [
+            {
+                "attempt": past.attempt, "worker": past.worker, "cause": past.cause,
+                "message": past.message, "time": past.time, "burned": past.burned,
+            }  # fmt: skip
+            for past in row.history or ()
+        ]
+        note = row.note
+        line["exit_code"] = note.exit_code if note else 0
+        line["ran_s"] = note.ran_ns / NS if note else None
+        size = row.body.size if isinstance(row.body, Kept) else len(row.body or b"")
+        done = line["state"] == j.DONE
+        line["output_bytes" if done else "input_bytes"] = size
+        line["why"] = self._why(row, now)
+        return line
+
+    def _why(self, row: Row, now: Instant) -> str:
+        """Why the job is where it is, in one sentence."""
+        machine, place = self._machine, row.place
+        if isinstance(place, Settlement):
+            return f"it is {place.state}" + (f": {place.reason}" if place.reason else "")
+        if isinstance(place, Grant):
+            return f"worker {place.worker.id!r} holds attempt {row.attempt}"
+        if isinstance(place, Watch):
+            wait = (place.until - machine.wall(now)) / NS
+            return f"it may not start before a time that is {wait:.0f} s away"
+        if isinstance(place, Delay):
+            wait = (place.until - machine.time(now)) / NS
+            what = "its next attempt is due" if row.history else "its delay ends"
+            return f"{what} in {max(wait, 0):.1f} s"
+        assert isinstance(place, Lane)
+        if place.client.parked:
+            cap = machine.book.settings.client_inflight_max
+            return f"client {place.client.id!r} has {cap} attempts in flight, which is its cap"
+        able = machine.scheduler.waiting_on(place.queue.route, machine.book)
+        if not able:
+            return "no connected worker takes its subject and has what it needs"
+        ahead = place.queue.ready - 1
+        busy = sum(worker.held(machine.book) for worker in able)
+        return (
+            f"{len(able)} worker(s) may take it and hold {busy} attempts; "
+            f"{ahead} other job(s) wait on the same route"
+        )
+
+    # -------------------------------------------------------------- changes
+
+    def _change(self, peer: Peer, msg_id: int, params: dict[str, Any], now: Instant) -> Any:
+        ids = params.get("ids")
+        if ids is None:
+            chosen = params.get("filter")
+            if not isinstance(chosen, dict) or set(chosen) - set(_FILTERS) - {"all"}:
+                raise BadRequest(
+                    "neither ids nor a filter was given",
+                    remedy=f"name ids, or a filter of {', '.join(_FILTERS)}",
+                )
+            ended = (j.FAILED, j.CANCELLED)
+            default = {"state": j.FAILED} if self._verb != "cancel" else {}
+            rows = self._select({**default, **{k: v for k, v in chosen.items() if v}})
+            live = self._verb == "cancel"
+            fits = (r.id for r in rows if (self._state(r) in j.TERMINAL) != live)
+            if not live:
+                fits = (r.id for r in self._select({**default, **chosen}) if self._state(r) in ended)
+            ids = list(islice(fits, CHANGE_MAX))
+        if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
+            raise BadRequest("ids is not a list of names")
+        if len(ids) > CHANGE_MAX:
+            raise BadRequest(f"{len(ids):,} ids", remedy=f"at most {CHANGE_MAX:,} in one change")
+        kind = {"cancel": c.Cancel, "replay": c.Replay, "purge": c.Purge}[self._verb]
+        self._machine.propose_for(peer, msg_id, kind(ids))
+        return None
+
+    # -------------------------------------------------------------- workers
+
+    def _workers(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
+        book = self._machine.book
+        return {
+            "workers": [
+                {
+                    "id": w.id, "host": w.host, "state": w.state, "slots": w.slots,
+                    "credit": w.credit, "held": w.held(book), "running": len(w.running),
+                    "patterns": w.patterns, "labels": w.labels, "cpu_milli": w.cpu_milli,
+                    "mem_mb": w.mem_mb, "load": w.load, "heard_s": (now - w.heard) / NS,
+                }  # fmt: skip
+                for w in self._machine.roster.workers.values()
+            ]
+        }
+
+    def _drain(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
+        name = str(params.get("worker", ""))
+        worker = self._machine.roster.workers.get(name)
+        if worker is None:
+            raise UnknownWorker(
+                f"no worker {name[:128]!r} is connected", remedy="list with: ekiden workers list"
+            )
+        worker.draining = self._verb == "drain"
+        if not worker.draining:
+            worker.quarantined_until = 0
+        else:
+            self._machine.recall(worker)
+        self._machine.scheduler.freed(worker, self._machine.book)
+        return {"worker": name, "state": worker.state}
+
+    # -------------------------------------------------------------- stats
+
+    def _stats(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
+        machine = self._machine
+        book, totals = machine.book, machine.book.totals
+        facts = self.facts()
+        busiest = sorted(
+            (q for q in book.queues.values() if q.lanes or q.leased),
+            key=lambda q: (-q.ready, q.route.subject),
+        )
+        workers = list(machine.roster.workers.values())
+        return {
+            "group": machine.config.group,
+            "broker": machine.broker_id,
+            "epoch": 1,
+            "software": machine.software,
+            "uptime_s": (now - machine.started) / NS,
+            "index": book.applied,
+            "sync": machine.config.sync,
+            "jobs": {
+                "delayed": book.delayed,
+                "queued": sum(la.ready for q in book.queues.values() for la in q.lanes.values()),
+                "leased": book.leased,
+                "cancelling": len(book.cancelling),
+                "done": totals.done,
+                "failed": totals.failed,
+                "cancelled": totals.cancelled,
+                "accepted_total": totals.accepted,
+                "settled_total": totals.done + totals.failed + totals.cancelled,
+                "retried_total": totals.retried,
+                "stale_total": totals.stale,
+                "evicted_total": totals.evicted,
+                "results_kept": book.results_kept,
+                "ids_kept": book.ids_kept,
+            },
+            "queues": [
+                {
+                    "subject": q.route.subject,
+                    "ready": sum(lane.ready for lane in q.lanes.values()),
+                    "leased": q.leased,
+                    "oldest_wait_s": self._oldest(q, now),
+                }
+                for q in busiest[:QUEUES_SHOWN]
+            ],
+            "workers": {
+                "connected": sum(w.conn is not None for w in workers),
+                "draining": sum(w.draining for w in workers),
+                "quarantined": sum(bool(w.quarantined_until) for w in workers),
+                "slots": sum(w.slots for w in workers),
+                "credit": sum(w.credit for w in workers),
+            },
+            "clients": sum(p.role == m.ROLE_CLIENT for p in machine.peers.values()),
+            "relay": {
+                "published": machine.relay.published,
+                "delivered": machine.relay.delivered,
+                "dropped": machine.relay.dropped,
+            },
+            "journal": {
+                "snapshot_index": machine.snapshot_index,
+                "disk_free": machine.intake.disk_free,
+                **facts.pop("journal", {}),
+            },
+            **facts,
+        }
+
+    def _oldest(self, queue: Any, now: Instant) -> float:
+        times = [
+            next((r.origin.time for r in lane.rows if r.place is lane), None)
+            for lane in queue.lanes.values()
+        ]
+        known = [time for time in times if time is not None]
+        return (self._machine.time(now) - min(known)) / NS if known else 0.0

@@ -1,0 +1,183 @@
+"""May they, and is it within bounds? Turns what peers ask into commands, or into refusals.
+
+Everything a command relies on is checked here, before the journal: `apply` has no way to say no.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from ekiden import limits
+from ekiden.config import BrokerConfig
+from ekiden.core import commands as c
+from ekiden.core.book import JobBook
+from ekiden.core.subjects import check_subject
+from ekiden.errors import BadId, BadRequest, DiskFull, Draining, QueueFull, Refusal, TooLarge
+from ekiden.model import ids
+from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Route, Spec
+from ekiden.wire import messages as m
+
+# All ids of a batch in one go: a tenth of the cost of one match per id.
+_IDS: Final = re.compile(r"(?:[A-Za-z0-9._:-]{1,128}\n)+")
+_SPECS_CHECKED: Final = 4096
+
+_decode_spec = msgspec.msgpack.Decoder(Spec).decode
+
+
+class Intake:
+    """Bounds of one broker."""
+
+    def __init__(self, config: BrokerConfig, book: JobBook) -> None:
+        self._config = config
+        self._book = book
+        self._checked: dict[bytes, Spec] = {}
+        self.disk_free = 1 << 62
+        self.draining = False
+        self.incoming: dict[Route, int] = {}
+        """Jobs on their way into the book, by route; the planner counts on them."""
+        self.incoming_bytes = 0
+
+    def submit(self, client: str, session: str, message: m.Submit) -> c.Submit:
+        """The command for a batch. Raises a Refusal of the whole batch."""
+        self._check_open()
+        count = len(message.ids)
+        if not 0 < count <= limits.BATCH_JOBS_MAX:
+            raise BadRequest(f"a submit of {count:,} jobs", remedy="send 1 to 4,096 in one")
+        if len(message.bodies) != count or len(message.digests) != 8 * count:
+            raise BadRequest("ids, digests and bodies of a submit differ in number")
+        if min(message.delay_ns, message.not_before, message.expires_at) < 0:
+            raise BadRequest("a negative time", remedy="delays and times are counted forwards")
+        spec = self.spec(bytes(message.spec))
+        if _IDS.fullmatch("\n".join(message.ids) + "\n") is None:
+            for job_id in message.ids:
+                ids.check_job_id(job_id)
+            raise BadId("a job id contains a line break")
+        largest = max(map(len, message.bodies))
+        if largest > limits.PAYLOAD_BYTES_MAX:
+            raise TooLarge(
+                f"a payload of {largest:,} bytes is over the limit of {limits.PAYLOAD_BYTES_MAX:,}",
+                remedy="put large inputs in files",
+            )
+        size = sum(map(len, message.bodies))
+        self._check_room(client, spec.route, count, size)
+        if not (message.delay_ns or message.not_before):
+            self.incoming[spec.route] = self.incoming.get(spec.route, 0) + count
+        self.incoming_bytes += size
+        return c.Submit(
+            client, session, message.spec, message.ids, message.digests, message.bodies,
+            message.delay_ns, message.not_before, message.expires_at,
+        )  # fmt: skip
+
+    def spec(self, raw: bytes) -> Spec:
+        """Decoded and checked, once per distinct content."""
+        found = self._checked.get(raw)
+        if found is None:
+            found = _check_spec(raw)
+            if len(self._checked) >= _SPECS_CHECKED:
+                self._checked.clear()
+            self._checked[raw] = found
+        return found
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise Draining("the broker is shutting down", remedy="submit again in a moment")
+        if self.disk_free < self._config.disk_headroom:
+            raise DiskFull(
+                f"the broker's disk has {self.disk_free >> 20:,} MB left, all of it kept for "
+                "running work to settle",
+                remedy="free some space there; submitting again later is safe",
+                retry_after_s=5,
+            )
+
+    def _check_room(self, client: str, route: Route, count: int, size: int) -> None:
+        book = self._book
+        queue = book.queues.get(route)
+        waiting = (queue.ready if queue is not None else 0) + self.incoming.get(route, 0)
+        if waiting + count > self._config.waiting_max:
+            raise QueueFull(
+                f"subject {route.subject!r} is full ({waiting:,} jobs waiting)",
+                remedy="retry later, add workers, or raise waiting_max",
+                retry_after_s=1,
+            )
+        ledger = book.clients.get(client)
+        if (ledger.bytes if ledger else 0) + self.incoming_bytes + size > limits.CLIENT_BYTES_MAX:
+            raise QueueFull(
+                f"client {client!r} has {limits.CLIENT_BYTES_MAX >> 30} GB of payloads unfinished",
+                remedy="wait for some of its jobs to end",
+                retry_after_s=1,
+            )
+
+    def settle(self, worker: str, message: m.Ack) -> list[c.Command]:
+        """The commands for a worker's outcomes. Raises BadRequest if they make no sense."""
+        found: list[c.Command] = []
+        for run in message.runs:
+            found += _settle_run(worker, run)
+        return found
+
+
+def _settle_run(worker: str, run: m.AckRun) -> list[c.Command]:
+    found: list[c.Command] = []
+    if run.outputs:
+        if run.offsets is not None and len(run.offsets) != len(run.outputs):
+            raise BadRequest("offsets and outputs of an ack differ in number")
+        if max(map(len, run.outputs)) > limits.PAYLOAD_BYTES_MAX:
+            raise TooLarge("a result over the limit", remedy="put large outputs in files")
+        found.append(c.Finish(worker, run.grant, run.offsets, run.outputs, run.notes))
+    if run.failures:
+        bad = [f.cause for f in run.failures if f.cause not in CAUSES]
+        if bad:
+            raise BadRequest(f"unknown cause {ids.shown(bad[0])} of a failure")
+        found.append(
+            c.Fail(
+                worker,
+                run.grant,
+                [f.offset for f in run.failures],
+                [f.cause for f in run.failures],
+                [f.message[: limits.ERROR_TEXT_MAX] for f in run.failures],
+                {f.offset: f.note for f in run.failures if f.note is not None},
+            )
+        )
+    if run.released:
+        found.append(c.Release(worker, run.grant, run.released))
+    return found
+
+
+def _check_spec(raw: bytes) -> Spec:
+    try:
+        spec: Spec = _decode_spec(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"malformed spec: {error}") from None
+    ids.check_name(spec.name, "name")
+    check_subject(spec.route.subject)
+    if not -limits.PRIORITY_MAX <= spec.priority <= limits.PRIORITY_MAX:
+        raise BadRequest(
+            f"priority {spec.priority}", remedy=f"use -{limits.PRIORITY_MAX} … {limits.PRIORITY_MAX}"
+        )
+    if not 0 <= spec.max_attempts <= limits.MAX_ATTEMPTS_BOUND or spec.timeout_ns < 0:
+        raise BadRequest("max_attempts or timeout out of range")
+    if spec.form not in (FORM_PLAIN, FORM_CALL):
+        raise BadRequest(f"unknown form {spec.form} of a body")
+    unknown = [cause for cause in spec.retry_on or () if cause not in CAUSES]
+    if unknown:
+        raise BadRequest(
+            f"unknown cause {ids.shown(unknown[0])} in retry_on", remedy=f"use {', '.join(CAUSES)}"
+        )
+    needs = spec.route.needs
+    if min(needs.cpu_milli, needs.mem_mb) < 0 or len(needs.labels) > limits.LABELS_MAX:
+        raise BadRequest("needs out of range")
+    if tuple(sorted(needs.labels)) != needs.labels:
+        raise BadRequest("labels of needs are not sorted by name")
+    for text, what in ((spec.run, "run"), (spec.route.key, "key"), (spec.route.pin, "pin")):
+        if text and len(text) > limits.NAME_LENGTH_MAX:
+            raise BadRequest(f"{what} is longer than {limits.NAME_LENGTH_MAX} characters")
+    return spec
+
+
+def refused(message: int, error: Refusal, offset: int = -1) -> m.Refused:
+    """The refusal of one job, or of a whole submit, as it travels."""
+    return m.Refused(
+        message, offset, error.code, error.message, error.remedy, int(error.retry_after_s * 1000)
+    )

@@ -1,0 +1,710 @@
+"""The broker: gathers what peers say, journals it, applies it, tells them.
+
+The order in a turn is fixed: apply all that is committed, then plan, close the entry and append,
+then send. Never plan on a book with committed entries unapplied: a plan on old news proposed ticks
+for ever in a trial.
+
+One entry is being written at a time; what arrives meanwhile fills the next. Nothing is told to
+anybody before the entry that says it is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ekiden import limits
+from ekiden.broker import peers as p
+from ekiden.broker.desk import Desk
+from ekiden.broker.events import (
+    AppendFailed, DiskSpace, Halt, Persisted, Shutdown, SnapshotTaken, TakeSnapshot, WallClock,
+)  # fmt: skip
+from ekiden.broker.intake import Intake, refused
+from ekiden.broker.peers import Peer
+from ekiden.broker.relay import Relay
+from ekiden.config import BrokerConfig
+from ekiden.core import commands as c
+from ekiden.core.book import JobBook
+from ekiden.core.effects import Changes, SubmitOutcome
+from ekiden.core.roster import Roster, RosterWorker
+from ekiden.core.rows import Grant, Kept, Row, Settlement
+from ekiden.core.scheduler import Scheduler
+from ekiden.core.subjects import check_pattern
+from ekiden.errors import BadFrame, BadRequest, Conflict, DiskFull, EkidenError, Refusal
+from ekiden.journal.journal import Journal
+from ekiden.limits import NS
+from ekiden.machine import (
+    Close, Connected, Disconnected, Frame, Garbled, Instant, Log, Received, Send, Trust,
+)  # fmt: skip
+from ekiden.model import jobs as j
+from ekiden.wire import messages as m
+from ekiden.wire.session import Greeter, refusal_frame
+
+# How often silence, beats and grace periods are looked at. A quarter of a heartbeat is soon enough.
+SWEEP_NS = NS // 4
+
+# After a full disk, how long until the settles that did not fit are tried again.
+RETRY_APPEND_NS = NS
+
+
+class BrokerMachine:
+    """The leader of a group with one member, or of any journal that says it leads."""
+
+    def __init__(
+        self, config: BrokerConfig, journal: Journal, book: JobBook, *, key: bytes, broker_id: str,
+        now: Instant, wall: int, software: str = "",
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.journal = journal
+        self.book = book
+        self.roster = Roster()
+        self.scheduler = Scheduler(self.roster, config.policies)
+        self.intake = Intake(config, book)
+        self.relay = Relay()
+        self.peers: dict[int, Peer] = {}
+        self.broker_id = broker_id
+        self.software = software
+        self.started = now
+        self.watchers: dict[str, dict[int, None]] = {}
+        """Job id → connections that want to know, beside the session that submitted it."""
+        self._key = key
+        self._sessions: dict[str, Peer] = {}
+        self._base_time, self._base_now = book.time, now
+        self._wall, self._wall_at = wall, now
+        self._queue: list[tuple[c.Command, Peer | None, int]] = []
+        """Commands for the next entry, with who asked and the number of the message."""
+        self._flying: tuple[c.Entry, list[tuple[c.Command, Peer | None, int]]] | None = None
+        self._dirty: dict[Peer, None] = {}
+        self._effects: list[Any] = []
+        self._next_sweep = now
+        self._hold_append_until = 0
+        self._snapshot_at = now + int(config.snapshot_interval_s * NS)
+        self.snapshot_index = book.applied
+        self._snapshotting = False
+        self._rolled = False
+        self._shutdown = False
+        self._ghost_leases = {worker: now + config.rejoin_grace_ns for worker in book.workers}
+        """Workers with leases that have not joined since this broker started → when to give up."""
+        self.desk = Desk(self)
+        for route in book.queues:
+            self.scheduler.wake(route)
+        if book.settings != config.settings():
+            self._propose(c.Configure(config.settings()))
+
+    # -------------------------------------------------------------- contract
+
+    def receive(self, event: Any, now: Instant) -> None:
+        """Take note of what happened."""
+        match event:
+            case Received():
+                self._received(event, now)
+            case Persisted():
+                self.journal.persisted(event.upto)
+            case Connected():
+                self._connected(event, now)
+            case Disconnected():
+                self._disconnected(event, now)
+            case Garbled():
+                peer = self.peers.get(event.conn)
+                if peer is not None:
+                    self._refuse_and_close(peer, BadFrame(event.reason))
+            case WallClock():
+                self._wall, self._wall_at = event.wall, now
+            case DiskSpace():
+                self.intake.disk_free = event.free
+            case AppendFailed():
+                self._append_failed(event, now)
+            case SnapshotTaken():
+                self._snapshot_taken(event, now)
+            case Shutdown():
+                self._shutdown = self.intake.draining = True
+            case _:
+                raise AssertionError(event)
+
+    def advance(self, now: Instant) -> list[Any]:
+        """One turn: apply, plan and append, send."""
+        self._apply_committed(now)
+        if now >= self._next_sweep:
+            self._sweep(now)
+        if self._flying is None and now >= self._hold_append_until:
+            self._close_entry(now)
+        if self.relay.waiting:
+            self.relay.pass_on(self._listener)
+        self._finish_shutdown()
+        for peer in self._dirty:
+            data = peer.drain()
+            if data and peer.conn in self.peers:
+                peer.spoke = now
+                self._effects.append(Send(peer.conn, data))
+            if peer.closing and self.peers.pop(peer.conn, None) is not None:
+                self._effects.append(Close(peer.conn))
+                self._left(peer, now)
+        self._dirty = {}
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_deadline(self) -> Instant | None:
+        """The next sweep, delay or wall-time wish."""
+        if self.relay.waiting:
+            return self._base_now
+        soonest = self._next_sweep
+        if self._flying is None:
+            if self.book.delays:
+                soonest = min(soonest, self._instant_of(self.book.delays[0].until))
+            if self.book.watches:
+                soonest = min(soonest, self._wall_at + self.book.watches[0].until - self._wall)
+            if self._queue:
+                soonest = min(soonest, self._hold_append_until)
+            soonest = max(soonest, self._hold_append_until)
+        return soonest
+
+    # -------------------------------------------------------------- time
+
+    def time(self, now: Instant) -> int:
+        """Entry time: that of the last entry plus the monotonic time since."""
+        return self._base_time + now - self._base_now
+
+    def _instant_of(self, time: int) -> Instant:
+        return self._base_now + time - self._base_time
+
+    def wall(self, now: Instant) -> int:
+        """The wall clock, by its last reading."""
+        return self._wall + now - self._wall_at
+
+    # -------------------------------------------------------------- journal
+
+    def _propose(self, command: c.Command, peer: Peer | None = None, msg_id: int = 0) -> None:
+        self._queue.append((command, peer, msg_id))
+
+    def _close_entry(self, now: Instant) -> None:
+        time, wall = self.time(now), self.wall(now)
+        if self.book.watches and self.book.watches[0].until <= wall:
+            self._propose(c.Clock(wall))
+        batch, size = self._queue, 0
+        for n, (command, _, _) in enumerate(batch):
+            size += _size(command)
+            if size > limits.ENTRY_BYTES_MAX:
+                batch = batch[: max(1, n)]
+                break
+        self._queue = self._queue[len(batch) :]
+        for route in self.intake.incoming:
+            self.scheduler.wake(route)
+        plans = self.scheduler.plan(self.book, self.intake.incoming) if not self._shutdown else []
+        self.intake.incoming = {}
+        self.intake.incoming_bytes = 0
+        due = bool(self.book.delays) and self.book.delays[0].until <= time
+        rolling = self._rolled and not self._snapshotting
+        if not batch and not plans and not due and not rolling:
+            return
+        commands: list[Any] = [command for command, _, _ in batch]
+        commands += plans
+        if not commands:
+            commands.append(c.Tick())
+        index = self.journal.propose(c.encode_payload(time, wall, commands))
+        self._flying = (c.Entry(index, time, wall, commands), batch)
+        step = self.journal.advance(now)
+        if step.append is not None:
+            self._effects.append(step.append)
+
+    def _apply_committed(self, now: Instant) -> None:
+        if self._flying is None or self.journal.committed < self._flying[0].index:
+            return
+        entry, batch = self._flying
+        self._flying = None
+        changes = self.book.apply(entry)
+        for worker in self.roster.workers.values():
+            worker.planned = 0
+        self._tell(changes, batch, now)
+        if self._rolled and not self._snapshotting:
+            closed = self.journal.closed_segments()  # type: ignore[attr-defined]
+            if closed and closed[-1].last > self.snapshot_index:
+                self._snapshotting = True
+                self._effects.append(TakeSnapshot(closed[-1].last))
+            self._rolled = False
+
+    def _append_failed(self, event: AppendFailed, now: Instant) -> None:
+        """No space: new jobs are refused, everything else waits for room and is tried again."""
+        assert self._flying is not None
+        self.journal.withdraw()
+        _, batch = self._flying
+        self._flying = None
+        for worker in self.roster.workers.values():
+            worker.planned = 0
+            self.scheduler.freed(worker, self.book)
+        for route in self.book.queues:
+            self.scheduler.wake(route)
+        kept = []
+        error = DiskFull("the broker's disk is full", remedy="free some space", retry_after_s=5)
+        for command, peer, msg_id in batch:
+            if not isinstance(command, c.Submit):
+                kept.append((command, peer, msg_id))
+            elif peer is not None:
+                peer.refused.append(refused(msg_id, error))
+                self._dirty[peer] = None
+        self._queue = kept + self._queue
+        self.intake.disk_free = min(self.intake.disk_free, 0)
+        self._hold_append_until = now + RETRY_APPEND_NS
+        self._log("error", "journal.no_space", reason=event.reason)
+
+    def _snapshot_taken(self, event: SnapshotTaken, now: Instant) -> None:
+        self._snapshotting = False
+        self._snapshot_at = now + int(self.config.snapshot_interval_s * NS)
+        if event.index:
+            self.snapshot_index = event.index
+        else:
+            self._log("error", "snapshot.failed", reason=event.reason)
+
+    # -------------------------------------------------------------- telling
+
+    def _tell(
+        self, changes: Changes, batch: list[tuple[c.Command, Peer | None, int]], now: Instant
+    ) -> None:
+        submits, tallies = iter(changes.submits), iter(changes.tallies)
+        touched: dict[str, None] = {}
+        for command, peer, msg_id in batch:
+            if isinstance(command, c.Submit):
+                outcome = next(submits)
+                if peer is not None:
+                    self._tell_submit(peer, msg_id, outcome)
+            elif isinstance(command, c.Cancel | c.Replay | c.Purge):
+                tally = next(tallies)
+                if peer is not None:
+                    self.desk.changed(peer, msg_id, command, tally)
+                    self._dirty[peer] = None
+            elif isinstance(command, c.Finish | c.Fail | c.Release | c.Forfeit):
+                touched[command.worker] = None
+                if peer is not None:
+                    peer.acked = max(peer.acked, msg_id)
+                    self._dirty[peer] = None
+        for queue in changes.woken:
+            self.scheduler.wake(queue.route)
+        for settlement in changes.settlements:
+            self._tell_settled(settlement, changes)
+            if settlement.worker:
+                touched[settlement.worker] = None
+        for grant in changes.grants:
+            self._send_grant(grant, grant.owned())
+        for grant, offset in changes.stops:
+            self._stop(grant.worker.id, grant.number, [offset], "cancel")
+        for name in touched:
+            worker = self.roster.workers.get(name)
+            if worker is not None:
+                self.scheduler.freed(worker, self.book)
+
+    def _tell_submit(self, peer: Peer, msg_id: int, outcome: SubmitOutcome) -> None:
+        self._dirty[peer] = None
+        peer.accepted.append(msg_id)
+        for offset, row in outcome.conflicts:
+            error = Conflict(
+                f"job id {row.id!r} is taken by a job with other content",
+                remedy="use another id, or the same name, payload and options",
+            )
+            peer.refused.append(refused(msg_id, error, offset))
+        for _, row in outcome.repeated:
+            self.tell_or_watch(peer, row)
+
+    def tell_or_watch(self, peer: Peer, row: Row) -> None:
+        """What became of the row, now or when it is known."""
+        self._dirty[peer] = None
+        if not isinstance(row.place, Settlement):
+            self.watchers.setdefault(row.id, {})[peer.conn] = None
+            return
+        output = self.output(row) if row.place.state == j.DONE else None
+        if output is None:
+            peer.end(p.ended(row))
+        else:
+            peer.result(p.result_run(row.place, [row], [output]))
+
+    def output(self, row: Row) -> bytes | None:
+        """The result bytes of a done job, from memory or from the journal; None if gone."""
+        if not isinstance(row.body, Kept):
+            return row.body
+        kept = row.body
+        try:
+            payload = self.journal.read(kept.index)
+        except KeyError:
+            return None
+        command = c.decode_entry(kept.index, payload).commands[kept.command]
+        output: bytes = command.outputs[kept.slot]
+        return output
+
+    def _tell_settled(self, settlement: Settlement, changes: Changes) -> None:
+        rows, start = settlement.rows, 0
+        while start < len(rows):
+            origin = rows[start].origin
+            session, wall = origin.session, origin.wall
+            stop = start + 1
+            while stop < len(rows):
+                other = rows[stop].origin
+                if other is not origin and (other.session != session or other.wall != wall):
+                    break
+                stop += 1
+            peer = self._sessions.get(session)
+            if peer is not None:
+                self._push(peer, settlement, rows[start:stop] if stop - start < len(rows) else rows, changes)
+            start = stop
+        if self.watchers:
+            for row in rows:
+                for conn in self.watchers.pop(row.id, ()):
+                    peer = self.peers.get(conn)
+                    if peer is not None and peer.session != row.origin.session:
+                        self._push(peer, settlement, [row], changes)
+
+    def _push(self, peer: Peer, settlement: Settlement, rows: list[Row], changes: Changes) -> None:
+        self._dirty[peer] = None
+        if settlement.state == j.DONE:
+            outputs: list[Any] = [row.body for row in rows]
+            if changes.large:
+                outputs = [changes.large.get(row.id, row.body) for row in rows]
+            if all(isinstance(output, bytes) for output in outputs):
+                peer.result(p.result_run(settlement, rows, outputs))
+                return
+        for row in rows:
+            if row.place is settlement:
+                peer.end(p.ended(row))
+
+    def _send_grant(self, grant: Grant, owned: list[tuple[int, Row]]) -> None:
+        worker = self.roster.workers.get(grant.worker.id)
+        peer = self.peers.get(worker.conn) if worker is not None and worker.conn else None
+        if peer is not None and owned:
+            self._dirty[peer] = None
+            for run in p.assign_runs(grant, owned):
+                peer.assign(run)
+
+    def _stop(self, worker_id: str, grant: int, offsets: list[int] | None, why: str) -> None:
+        worker = self.roster.workers.get(worker_id)
+        peer = self.peers.get(worker.conn) if worker is not None and worker.conn else None
+        if peer is not None:
+            self._send(peer, m.Stop(grant, offsets, why))
+
+    def _send(self, peer: Peer, message: m.Message, corr_id: int = 0) -> None:
+        peer.send(message, corr_id)
+        self._dirty[peer] = None
+
+    # -------------------------------------------------------------- peers
+
+    def _connected(self, event: Connected, now: Instant) -> None:
+        greeter = Greeter(
+            self._key, event.nonce, group=self.config.group, broker=self.broker_id, epoch=1,
+            heartbeat_ns=self.config.heartbeat_ns, silence_ns=self.config.silence_ns,
+            software=self.software,
+        )  # fmt: skip
+        self.peers[event.conn] = Peer(event.conn, event.peer, greeter, now)
+
+    def _disconnected(self, event: Disconnected, now: Instant) -> None:
+        peer = self.peers.pop(event.conn, None)
+        if peer is not None:
+            self._left(peer, now)
+
+    def _left(self, peer: Peer, now: Instant) -> None:
+        self.relay.leave(peer)
+        if self._sessions.get(peer.session) is peer:
+            del self._sessions[peer.session]
+        worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
+        if worker is not None and worker.conn == peer.conn:
+            worker.conn = None
+            worker.heard = now
+            self.roster.leave(worker)
+            self._log("info", "worker.left", worker=worker.id, held=worker.held(self.book))
+
+    def _refuse_and_close(self, peer: Peer, error: EkidenError, corr_id: int = 0) -> None:
+        peer.flush()
+        peer.frames.append(refusal_frame(error, corr_id))
+        peer.closing = True
+        self._dirty[peer] = None
+        self._log("warning", "peer.refused", peer=peer.address, id=peer.id, code=error.code,
+                  why=error.message)  # fmt: skip
+
+    def _received(self, event: Received, now: Instant) -> None:
+        peer = self.peers.get(event.conn)
+        if peer is None or peer.closing:
+            return
+        peer.heard = now
+        for frame in event.frames:
+            if peer.closing:
+                return
+            try:
+                if peer.greeter is not None:
+                    self._greet(peer, frame)
+                else:
+                    self._message(peer, frame, now)
+            except BadFrame as error:
+                self._refuse_and_close(peer, error, frame.msg_id)
+            except Refusal as error:
+                if peer.greeter is not None:
+                    self._refuse_and_close(peer, error, frame.msg_id)
+                    continue
+                peer.flush()
+                peer.frames.append(refusal_frame(error, frame.msg_id))
+                self._dirty[peer] = None
+
+    def _greet(self, peer: Peer, frame: Frame) -> None:
+        assert peer.greeter is not None
+        peer.frames.append(peer.greeter.receive(frame))
+        self._dirty[peer] = None
+        identity = peer.greeter.identity
+        if identity is None:
+            return
+        peer.role, peer.id, peer.session = identity.role, identity.id, identity.session
+        peer.greeter = None
+        self._effects.append(Trust(peer.conn))
+        if peer.role == m.ROLE_CLIENT:
+            self._sessions[peer.session] = peer
+
+    def _message(self, peer: Peer, frame: Frame, now: Instant) -> None:
+        message = m.decode(frame.type, frame.body)
+        match message:
+            case m.Submit():
+                self._submit(peer, frame.msg_id, message)
+            case m.Ack():
+                self._ack(peer, frame.msg_id, message, now)
+            case m.Beat():
+                self._beat(peer, message, now)
+            case m.Credit():
+                self._credit(self._worker(peer), message.credit)
+            case m.Join():
+                self._join(peer, message, now)
+            case m.Attach():
+                unknown = [i for i in message.ids if self._attach(peer, i)]
+                self._send(peer, m.Attached(unknown), frame.msg_id)
+            case m.Ask():
+                self.desk.asked(peer, frame.msg_id, message, now)
+                self._dirty[peer] = None
+            case m.Publish():
+                self.relay.publish(message)
+            case m.Subscribe():
+                self.relay.subscribe(peer, message)
+            case m.Unsubscribe():
+                self.relay.unsubscribe(peer, message.sid)
+            case m.Progress():
+                self._progress(peer, message)
+            case m.Bye():
+                self._bye(peer)
+            case _:
+                raise BadFrame(f"{type(message).__name__} is not for a broker to hear")
+
+    def _listener(self, conn: int) -> Peer | None:
+        peer = self.peers.get(conn)
+        if peer is not None:
+            self._dirty[peer] = None
+        return peer
+
+    # -------------------------------------------------------------- clients
+
+    def _submit(self, peer: Peer, msg_id: int, message: m.Submit) -> None:
+        try:
+            command = self.intake.submit(peer.id, peer.session, message)
+        except Refusal as error:
+            peer.refused.append(refused(msg_id, error))
+            self._dirty[peer] = None
+            return
+        self._propose(command, peer, msg_id)
+
+    def _attach(self, peer: Peer, job_id: str) -> bool:
+        """True if the id is unknown."""
+        row = self.book.find(job_id)
+        if row is None:
+            return True
+        self.tell_or_watch(peer, row)
+        return False
+
+    def propose_for(self, peer: Peer, msg_id: int, command: c.Command) -> None:
+        """A change a person asked for; the desk answers when it is applied."""
+        self._propose(command, peer, msg_id)
+
+    # -------------------------------------------------------------- workers
+
+    def _worker(self, peer: Peer) -> RosterWorker:
+        worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
+        if worker is None or worker.conn != peer.conn:
+            raise BadRequest("only a worker that has joined may say this", remedy="send Join first")
+        return worker
+
+    def _join(self, peer: Peer, message: m.Join, now: Instant) -> None:
+        if peer.role != m.ROLE_WORKER:
+            raise BadRequest("only a worker joins")
+        if len(message.patterns) > limits.PATTERNS_PER_WORKER or not message.patterns:
+            raise BadRequest(
+                f"{len(message.patterns)} patterns", remedy=f"give 1 to {limits.PATTERNS_PER_WORKER}"
+            )
+        for pattern in message.patterns:
+            check_pattern(pattern)
+        if message.slots < 1 or message.credit < 0 or len(message.labels) > limits.LABELS_MAX:
+            raise BadRequest("slots, credit or labels out of range")
+        worker = self.roster.workers.get(peer.id) or RosterWorker(peer.id)
+        if worker.conn is not None and worker.conn != peer.conn:
+            old = self.peers.get(worker.conn)
+            if old is not None:  # the newest connection of a worker is the one that counts
+                self._refuse_and_close(old, BadRequest("this worker id has joined from elsewhere"))
+        worker.conn, worker.session, worker.heard = peer.conn, peer.session, now
+        worker.slots, worker.credit = message.slots, message.credit
+        worker.labels, worker.host = message.labels, message.host
+        worker.cpu_milli, worker.mem_mb = message.cpu_milli, message.mem_mb
+        worker.running = []
+        self.roster.join(worker, message.patterns)
+        self._ghost_leases.pop(worker.id, None)
+        self._reconcile(worker, message.held)
+        self.scheduler.freed(worker, self.book)
+        self._log("info", "worker.joined", worker=worker.id, slots=worker.slots,
+                  held=worker.held(self.book))  # fmt: skip
+
+    def _reconcile(self, worker: RosterWorker, held: Iterable[tuple[int, list[int]]]) -> None:
+        """Leases it does not know are assigned again; what the book does not know is stopped."""
+        known = {number: set(offsets) for number, offsets in held}
+        ledger = self.book.workers.get(worker.id)
+        grants = dict(ledger.grants) if ledger is not None else {}
+        for number, grant in grants.items():
+            mentioned = known.pop(number, set())
+            owned = grant.owned()
+            self._send_grant(grant, [(o, row) for o, row in owned if o not in mentioned])
+            stale = sorted(mentioned - {offset for offset, _ in owned})
+            if stale:
+                self._stop(worker.id, number, stale, "stale")
+            for offset, row in owned:
+                if row.id in self.book.cancelling:
+                    self._stop(worker.id, number, [offset], "cancel")
+        for number in known:
+            self._stop(worker.id, number, None, "stale")
+
+    def recall(self, worker: RosterWorker) -> None:
+        """Ask for the attempts back that it has not begun."""
+        ledger = self.book.workers.get(worker.id)
+        for number in list(ledger.grants) if ledger is not None else ():
+            self._stop(worker.id, number, None, "recall")
+
+    def _credit(self, worker: RosterWorker, credit: int) -> None:
+        if credit < 0:
+            raise BadRequest("negative credit")
+        worker.credit = credit
+        self.scheduler.freed(worker, self.book)
+
+    def _ack(self, peer: Peer, msg_id: int, message: m.Ack, now: Instant) -> None:
+        worker = self._worker(peer)
+        found = self.intake.settle(peer.id, message)
+        for command in found:
+            self._propose(command, peer, msg_id)
+            if isinstance(command, c.Fail):
+                self._count_failures(worker, command, now)
+            elif isinstance(command, c.Finish):
+                worker.failed_in_row.clear()
+        if not found:
+            peer.acked = max(peer.acked, msg_id)
+            self._dirty[peer] = None
+
+    def _count_failures(self, worker: RosterWorker, command: c.Fail, now: Instant) -> None:
+        grant = self.book.grants.get(command.grant)
+        for offset, cause in zip(command.offsets, command.causes, strict=True):
+            if grant is None or cause == j.CANCEL_CONFIRMED or not 0 <= offset < len(grant.rows):
+                continue
+            if self.roster.failed(worker, grant.rows[offset].id, now):
+                self._log("warning", "worker.quarantined", worker=worker.id,
+                          failures=limits.QUARANTINE_FAILURES)  # fmt: skip
+
+    def _beat(self, peer: Peer, message: m.Beat, now: Instant) -> None:
+        if peer.role != m.ROLE_WORKER:
+            return
+        worker = self._worker(peer)
+        worker.heard = now
+        worker.load = message.load
+        worker.running = message.running
+        for number, offset, elapsed_ms in message.running:
+            grant = self.book.grants.get(number)
+            if grant is None or not 0 <= offset < len(grant.rows):
+                continue
+            row = grant.rows[offset]
+            if row.place is not grant:
+                continue
+            limit = row.origin.spec.timeout_ns
+            if limit and elapsed_ms * 1_000_000 > limit + limits.TIMEOUT_MARGIN_NS:
+                said = "the worker did not end it in time"
+                self._propose(c.Fail(worker.id, number, [offset], [j.TIMEOUT], [said]))
+                self._stop(worker.id, number, [offset], "timeout")
+
+    def _progress(self, peer: Peer, message: m.Progress) -> None:
+        worker = self._worker(peer)
+        grant = self.book.grants.get(message.grant)
+        if grant is None or grant.worker.id != worker.id or not 0 <= message.offset < len(grant.rows):
+            return
+        row = grant.rows[message.offset]
+        listener = self._sessions.get(row.origin.session)
+        if row.place is grant and listener is not None:
+            self._send(listener, m.JobProgress(row.id, row.attempt, message.body))
+
+    def _bye(self, peer: Peer) -> None:
+        worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
+        if worker is not None and worker.conn == peer.conn:
+            if worker.id in self.book.workers:
+                self._propose(c.Forfeit(worker.id, [(g, o) for g, o, _ in worker.running]))
+            self.roster.drop(worker)
+            worker.conn = None
+        peer.closing = True
+        self._dirty[peer] = None
+
+    # -------------------------------------------------------------- sweeps
+
+    def _sweep(self, now: Instant) -> None:
+        self._next_sweep = now + SWEEP_NS
+        for peer in list(self.peers.values()):
+            if peer.greeter is not None:
+                if now - peer.since > limits.HELLO_TIMEOUT_NS:
+                    self._refuse_and_close(peer, BadFrame("no hello in time"))
+            elif now - peer.heard > self.config.silence_ns:
+                peer.closing = True
+                self._dirty[peer] = None
+            elif now - peer.spoke >= self.config.heartbeat_ns:
+                self._send(peer, m.Beat())
+        for worker in list(self.roster.workers.values()):
+            self._sweep_worker(worker, now)
+        for name, deadline in list(self._ghost_leases.items()):
+            if now >= deadline:
+                del self._ghost_leases[name]
+                if name in self.book.workers:
+                    self._propose(c.Forfeit(name))
+        if self._snapshot_due(now):
+            self.journal.roll()  # type: ignore[attr-defined]
+            self._rolled = True
+
+    def _snapshot_due(self, now: Instant) -> bool:
+        return (
+            now >= self._snapshot_at
+            and not self._snapshotting
+            and not self._rolled
+            and self.book.applied > self.snapshot_index
+        )
+
+    def _sweep_worker(self, worker: RosterWorker, now: Instant) -> None:
+        if worker.quarantined_until and now >= worker.quarantined_until:
+            worker.quarantined_until = 0
+            self.scheduler.freed(worker, self.book)
+        if now - worker.heard <= self.config.silence_ns:
+            return
+        peer = self.peers.get(worker.conn) if worker.conn is not None else None
+        if peer is not None:
+            peer.closing = True
+            self._dirty[peer] = None
+        worker.conn = None
+        started = [(grant, offset) for grant, offset, _ in worker.running]
+        if worker.id in self.book.workers:
+            self._propose(c.Forfeit(worker.id, started))
+        self._log("warning", "worker.lost", worker=worker.id, held=worker.held(self.book))
+        self.roster.drop(worker)
+
+    def _finish_shutdown(self) -> None:
+        if self._shutdown and self._flying is None and not self._queue:
+            for peer in self.peers.values():
+                if peer.greeter is None and not peer.closing:
+                    self._send(peer, m.Bye("the broker is shutting down"))
+                    peer.closing = True
+            self._shutdown = False
+            self._effects.append(Halt())
+
+    def _log(self, level: str, event: str, **facts: Any) -> None:
+        self._effects.append(Log(level, event, facts))
+
+
+def _size(command: c.Command) -> int:
+    if isinstance(command, c.Submit):
+        return sum(map(len, command.bodies)) + 64 * len(command.ids)
+    if isinstance(command, c.Finish):
+        return sum(map(len, command.outputs)) + 16 * len(command.outputs)
+    return 256

@@ -1,0 +1,165 @@
+"""Those who are connected, and what this turn has for each: one write per connection and turn."""
+
+from __future__ import annotations
+
+from msgspec import Raw
+
+from ekiden import limits
+from ekiden.core.rows import Grant, Row, Settlement
+from ekiden.model.jobs import DONE, Cause
+from ekiden.wire import messages as m
+from ekiden.wire.frames import encode_frame
+from ekiden.wire.session import Greeter
+
+# A frame is closed when it has grown to this; what is added at once stays below the other half.
+_FRAME_TARGET = limits.FRAME_BYTES_MAX // 2
+_NAME_BYTES = 64  # of an id and its framing, roughly
+
+
+class Peer:
+    """One connection."""
+
+    def __init__(self, conn: int, address: str, greeter: Greeter, now: int) -> None:
+        self.conn = conn
+        self.address = address
+        self.greeter: Greeter | None = greeter
+        self.role = ""
+        self.id = ""
+        self.session = ""
+        self.heard = now
+        self.spoke = now
+        self.since = now
+        self.closing = False
+        self.subscriptions: dict[int, str] = {}
+        self.frames: list[bytes] = []
+        self.accepted: list[int] = []
+        self.refused: list[m.Refused] = []
+        self.runs: list[m.ResultRun] = []
+        self.ended: list[m.Ended] = []
+        self.assigns: list[m.AssignRun] = []
+        self.size = 0
+        self.acked = 0
+
+    def send(self, message: m.Message, corr_id: int = 0) -> None:
+        """After all that was gathered before it."""
+        self.flush()
+        self.frames.append(encode_frame(message, 0, corr_id))
+
+    def _grow(self, size: int) -> None:
+        if self.size + size > _FRAME_TARGET:
+            self.flush()
+        self.size += size
+
+    def result(self, run: m.ResultRun) -> None:
+        """Jobs done; a run that would not fit one frame is split."""
+        size = sum(map(len, run.outputs)) + _NAME_BYTES * len(run.ids)
+        if size > _FRAME_TARGET and len(run.ids) > 1:
+            half = len(run.ids) // 2
+            self.result(_part(run, 0, half))
+            self.result(_part(run, half, len(run.ids)))
+            return
+        self._grow(size)
+        self.runs.append(run)
+
+    def end(self, ended: m.Ended) -> None:
+        """A job that ended without a result."""
+        self._grow(sum(len(c.message) + 100 for c in ended.causes) + _NAME_BYTES)
+        self.ended.append(ended)
+
+    def assign(self, run: m.AssignRun) -> None:
+        """Attempts to run."""
+        self._grow(sum(map(len, run.bodies)) + _NAME_BYTES * len(run.ids))
+        self.assigns.append(run)
+
+    def flush(self) -> None:
+        """Close what was gathered into frames."""
+        out = self.frames.append
+        if self.accepted or self.refused:
+            out(encode_frame(m.Accepted(self.accepted, self.refused)))
+            self.accepted, self.refused = [], []
+        if self.assigns:
+            out(encode_frame(m.Assign(self.assigns)))
+            self.assigns = []
+        if self.runs or self.ended:
+            out(encode_frame(m.Results(self.runs, self.ended)))
+            self.runs, self.ended = [], []
+        if self.acked:
+            out(encode_frame(m.Acked(self.acked)))
+            self.acked = 0
+        self.size = 0
+
+    def drain(self) -> bytes:
+        """All bytes for this peer; empty if there are none."""
+        self.flush()
+        data = b"".join(self.frames) if len(self.frames) != 1 else self.frames[0]
+        self.frames = []
+        return data
+
+
+def _part(run: m.ResultRun, start: int, stop: int) -> m.ResultRun:
+    def shift(found: dict[int, object]) -> dict[int, object]:
+        return {n - start: value for n, value in found.items() if start <= n < stop}
+
+    return m.ResultRun(
+        run.ids[start:stop], run.outputs[start:stop], run.worker, run.submitted, run.leased,
+        run.finished, shift(run.attempts), shift(run.notes),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def assign_runs(grant: Grant, owned: list[tuple[int, Row]]) -> list[m.AssignRun]:
+    """The attempts in runs of neighbours that share a spec and a client, each below a frame."""
+    runs: list[m.AssignRun] = []
+    start, size = 0, 0
+    for n, (offset, row) in enumerate(owned):
+        head = owned[start][1].origin
+        size += len(row.body) + _NAME_BYTES  # type: ignore[arg-type]
+        breaks = n > start and (
+            offset != owned[n - 1][0] + 1
+            or size > _FRAME_TARGET
+            or (
+                row.origin is not head
+                and (row.origin.spec_bytes != head.spec_bytes or row.origin.client is not head.client)
+            )
+        )
+        if breaks:
+            runs.append(_assign_run(grant, owned[start:n]))
+            start, size = n, len(row.body) + _NAME_BYTES  # type: ignore[arg-type]
+    runs.append(_assign_run(grant, owned[start:]))
+    return runs
+
+
+def _assign_run(grant: Grant, owned: list[tuple[int, Row]]) -> m.AssignRun:
+    rows = [row for _, row in owned]
+    attempts = [row.attempt for row in rows]
+    origin = rows[0].origin
+    return m.AssignRun(
+        grant.number,
+        owned[0][0],
+        Raw(origin.spec_bytes),
+        origin.client.id,
+        [row.id for row in rows],
+        [row.body for row in rows],  # type: ignore[misc]
+        attempts if max(attempts) > 1 else [],
+    )
+
+
+def result_run(settlement: Settlement, rows: list[Row], outputs: list[bytes]) -> m.ResultRun:
+    """Rows done in one settlement."""
+    return m.ResultRun(
+        [row.id for row in rows],
+        outputs,
+        settlement.worker,
+        rows[0].origin.wall,
+        settlement.leased,
+        settlement.wall,
+        {n: row.attempt for n, row in enumerate(rows) if row.attempt != 1},
+        {n: row.note for n, row in enumerate(rows) if row.note is not None},
+    )
+
+
+def ended(row: Row) -> m.Ended:
+    """A row that ended without a result, or whose result is gone."""
+    settlement: Settlement = row.place
+    causes: list[Cause] = list(row.history or ())
+    reason = settlement.reason if settlement.state != DONE else "result_gone"
+    return m.Ended(row.id, settlement.state, causes, reason)

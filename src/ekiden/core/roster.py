@@ -1,0 +1,122 @@
+"""The leader's present view of its workers. Not journaled: a new leader learns it by listening."""
+
+from __future__ import annotations
+
+from ekiden import limits
+from ekiden.core.book import JobBook
+from ekiden.core.subjects import SubjectTrie
+from ekiden.model.jobs import Needs
+
+READY = "ready"
+DRAINING = "draining"
+QUARANTINED = "quarantined"
+SILENT = "silent"
+
+
+class RosterWorker:
+    """One worker that said Join. It stays here while it is silent, until its leases are forfeited."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.id = worker_id
+        self.conn: int | None = None
+        self.session = ""
+        self.patterns: list[str] = []
+        self.slots = 0
+        self.credit = 0
+        self.labels: dict[str, str] = {}
+        self.cpu_milli = 0
+        self.mem_mb = 0
+        self.host = ""
+        self.load = 0
+        self.heard = 0
+        self.running: list[tuple[int, int, int]] = []
+        self.draining = False
+        self.failed_in_row: dict[str, None] = {}
+        self.quarantined_until = 0
+        self.planned = 0
+        """Attempts planned for it in the entry that is not applied yet."""
+        self.last_use = 0
+        self.stamp = 0
+        """Grows with every change that may move it in a pool's order."""
+
+    @property
+    def state(self) -> str:
+        """In one word, for people."""
+        if self.conn is None:
+            return SILENT
+        if self.quarantined_until:
+            return QUARANTINED
+        return DRAINING if self.draining else READY
+
+    def free(self, book: JobBook) -> int:
+        """How many more attempts it may be given."""
+        if self.conn is None or self.draining or self.quarantined_until:
+            return 0
+        ledger = book.workers.get(self.id)
+        return self.credit - self.planned - (ledger.held if ledger is not None else 0)
+
+    def held(self, book: JobBook) -> int:
+        """Attempts leased to it or about to be."""
+        ledger = book.workers.get(self.id)
+        return self.planned + (ledger.held if ledger is not None else 0)
+
+    def room(self, needs: Needs, book: JobBook) -> int:
+        """How many jobs with these needs fit beside what it holds."""
+        most = self.free(book)
+        ledger = book.workers.get(self.id)
+        grants = ledger.grants.values() if ledger is not None else ()
+        if needs.cpu_milli:
+            used = sum(g.left * g.queue.route.needs.cpu_milli for g in grants)
+            most = min(most, (self.cpu_milli - used) // needs.cpu_milli - self.planned)
+        if needs.mem_mb:
+            used = sum(g.left * g.queue.route.needs.mem_mb for g in grants)
+            most = min(most, (self.mem_mb - used) // needs.mem_mb - self.planned)
+        return most
+
+    def suits(self, needs: Needs) -> bool:
+        """Whether it could ever run such a job."""
+        return (
+            self.cpu_milli >= needs.cpu_milli
+            and self.mem_mb >= needs.mem_mb
+            and all(self.labels.get(name) == value for name, value in needs.labels)
+        )
+
+
+class Roster:
+    """All workers, and who may take what."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, RosterWorker] = {}
+        self.trie: SubjectTrie[str] = SubjectTrie()
+        self.version = 0
+        """Changes when the answer to "who may take this route?" may."""
+
+    def join(self, worker: RosterWorker, patterns: list[str]) -> None:
+        """It is here, with these patterns."""
+        self.leave(worker)
+        self.workers[worker.id] = worker
+        worker.patterns = list(dict.fromkeys(patterns))
+        for pattern in worker.patterns:
+            self.trie.add(pattern, worker.id)
+        self.version += 1
+
+    def leave(self, worker: RosterWorker) -> None:
+        """It takes nothing more until it joins again."""
+        for pattern in worker.patterns:
+            self.trie.remove(pattern, worker.id)
+        worker.patterns = []
+        self.version += 1
+
+    def drop(self, worker: RosterWorker) -> None:
+        """Forget it."""
+        self.leave(worker)
+        self.workers.pop(worker.id, None)
+
+    def failed(self, worker: RosterWorker, job_id: str, now: int) -> bool:
+        """A job failed there. True if that makes the worker itself the suspect."""
+        worker.failed_in_row[job_id] = None
+        if len(worker.failed_in_row) < limits.QUARANTINE_FAILURES or worker.quarantined_until:
+            return False
+        worker.quarantined_until = now + limits.QUARANTINE_NS
+        worker.failed_in_row.clear()
+        return True
