@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from ekiden.broker.intake import Intake
+from ekiden.broker.peers import Peer
+from ekiden.broker.relay import Relay
+from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
+from ekiden.core.book import JobBook
 from ekiden.core.effects import Tally
 from ekiden.core.queues import Lane
+from ekiden.core.roster import Roster, RosterWorker
 from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
+from ekiden.core.scheduler import Scheduler
 from ekiden.core.subjects import check_pattern, match
 from ekiden.errors import BadRequest, UnknownJob, UnknownWorker
 from ekiden.limits import NS
 from ekiden.machine import Instant
 from ekiden.model import jobs as j
 from ekiden.wire import messages as m
-
-if TYPE_CHECKING:
-    from ekiden.broker.machine import BrokerMachine
-    from ekiden.broker.peers import Peer
 
 # Rows looked at for one listing: bounds the turn it takes, whatever the filter leaves over.
 ROWS_SEEN_MAX = 50_000
@@ -30,10 +33,31 @@ QUEUES_SHOWN = 100
 _FILTERS = ("state", "subject", "client", "run")
 
 
+class Broker(Protocol):
+    """What the desk sees of the machine it belongs to."""
+
+    config: BrokerConfig
+    book: JobBook
+    roster: Roster
+    scheduler: Scheduler
+    intake: Intake
+    relay: Relay
+    peers: dict[int, Peer]
+    broker_id: str
+    software: str
+    started: Instant
+    snapshot_index: int
+
+    def time(self, now: Instant) -> int: ...
+    def wall(self, now: Instant) -> int: ...
+    def recall(self, worker: RosterWorker) -> None: ...
+    def propose_for(self, peer: Peer, msg_id: int, command: c.Command) -> None: ...
+
+
 class Desk:
     """Reads the machine it belongs to; changes only by proposing commands."""
 
-    def __init__(self, machine: BrokerMachine) -> None:
+    def __init__(self, machine: Broker) -> None:
         self._machine = machine
         self.facts: Callable[[], dict[str, Any]] = dict
         """What only the process knows: memory, turns, disk. Set by the world."""

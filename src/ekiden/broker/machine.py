@@ -421,8 +421,6 @@ class BrokerMachine:
             return
         peer.heard = now
         for frame in event.frames:
-            if peer.closing:
-                return
             try:
                 if peer.greeter is not None:
                     self._greet(peer, frame)
@@ -430,10 +428,11 @@ class BrokerMachine:
                     self._message(peer, frame, now)
             except BadFrame as error:
                 self._refuse_and_close(peer, error, frame.msg_id)
+                return
             except Refusal as error:
                 if peer.greeter is not None:
                     self._refuse_and_close(peer, error, frame.msg_id)
-                    continue
+                    return
                 peer.flush()
                 peer.frames.append(refusal_frame(error, frame.msg_id))
                 self._dirty[peer] = None

@@ -225,14 +225,14 @@ def _software() -> str:
     return f"ekiden {version('ekiden')}"
 
 
-async def serve_broker(config: BrokerConfig) -> int:
+async def serve_broker(config: BrokerConfig, world_kind: type[BrokerWorld] = BrokerWorld) -> int:
     """Run a broker until it is told to stop. The exit code; refusals are raised before it serves."""
     folder = Path(config.data)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     storage = FolderStorage(folder)
     storage.lock()
     try:
-        world = BrokerWorld(config, storage, folder)
+        world = world_kind(config, storage, folder)
         await world.serve(make_broker_key(folder))
     except EkidenError as error:
         log_effect(Log("error", "broker.ended", {"code": error.code, "why": str(error)}))

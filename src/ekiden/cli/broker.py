@@ -13,6 +13,7 @@ from ekiden.cli import options, output
 from ekiden.errors import WrongUsage
 
 if TYPE_CHECKING:
+    from ekiden.broker.serve import BrokerWorld
     from ekiden.config import BrokerConfig
 
 PORT: Final = 7000
@@ -154,10 +155,15 @@ def data_folder(port: int) -> Path:
     return state_folder() / "data" / str(port)
 
 
-def run_broker(config: BrokerConfig, *, log_level: LogLevel, as_json: bool) -> int:
+def run_broker(
+    config: BrokerConfig,
+    *,
+    log_level: LogLevel,
+    as_json: bool,
+    world_kind: type[BrokerWorld] | None = None,
+) -> int:
     """Serve until told to stop; the exit code."""
-
-    from ekiden.broker.serve import serve_broker
+    from ekiden.broker.serve import BrokerWorld, serve_broker
     from ekiden.observe.logs import set_up_logs
     from ekiden.world.loop import run
 
@@ -167,7 +173,7 @@ def run_broker(config: BrokerConfig, *, log_level: LogLevel, as_json: bool) -> i
             f"note: listening on {config.bind}; peers must know the key, "
             "but what they say is not encrypted"
         )
-    return run(serve_broker(config))
+    return run(serve_broker(config, world_kind or BrokerWorld))
 
 
 def _announce(bind: str, port: int, *, as_json: bool) -> None:

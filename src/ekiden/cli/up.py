@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,7 +17,7 @@ from ekiden.cli.broker import PORT, Data, LogLevel, data_folder, run_broker
 
 RESTART_FIRST_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
-STOP_WAIT_S: Final = 15.0
+STOP_WAIT_S: Final = 25.0  # longer than the worker takes to insist
 
 
 def up(
@@ -46,10 +47,21 @@ def up(
       # With the handlers of the `worker = ekiden.Worker()` in a file of yours.
       $ ekiden up --slots 8 --handlers price.py
     """
+    from ekiden.broker.serve import BrokerWorld
     from ekiden.config import BrokerConfig
 
     folder = data or data_folder(port)
     crew = _Sidecar(slots or os.cpu_count() or 1, handlers, log_level, as_json)
+
+    class World(BrokerWorld):
+        """Stops the worker first, while there is still a broker to take its last results."""
+
+        def stop(self) -> None:
+            if crew.stopping:  # asked again: do not wait for the worker
+                super().stop()
+                return
+            end_broker, loop = super().stop, self.driver.loop
+            crew.stop(then=lambda: loop.call_soon_threadsafe(end_broker))
 
     def on_ready(ready: int) -> None:
         crew.start(f"127.0.0.1:{ready}")
@@ -57,9 +69,9 @@ def up(
 
     config = BrokerConfig(data=folder, port=port, on_ready=on_ready)
     try:
-        code = run_broker(config, log_level=log_level, as_json=as_json)
+        code = run_broker(config, log_level=log_level, as_json=as_json, world_kind=World)
     finally:
-        crew.stop()
+        crew.end()
     return crew.usage_error or code
 
 
@@ -96,15 +108,23 @@ class _Sidecar:
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: threading.Thread | None = None
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the worker was asked to stop."""
+        return self._stopping.is_set()
+
     def start(self, address: str) -> None:
         """Start the worker and keep it running."""
-        self._keeper = threading.Thread(
-            target=self._keep, args=(address,), name="keep-worker", daemon=True
-        )
+        self._keeper = threading.Thread(target=self._keep, args=(address,), daemon=True)
         self._keeper.start()
 
-    def stop(self) -> None:
-        """Let the worker end what it has begun; kill it if it takes too long."""
+    def stop(self, then: Callable[[], object]) -> None:
+        """Let the worker finish what it has begun, in the background, and call `then`."""
+        self._stopping.set()
+        threading.Thread(target=lambda: (self.end(), then()), daemon=True).start()
+
+    def end(self) -> None:
+        """Return when the worker is gone; one that takes too long is killed."""
         self._stopping.set()
         process = self._process
         if process is not None and process.poll() is None:

@@ -573,19 +573,20 @@ class ClientMachine:
         self._refused += [(handle, error) for handle in handles]
 
     def _take_news(self) -> list[Any]:
-        """What the layer above shall know, accepted before settled."""
+        """What the layer above shall know: accepted before settled, and what was published before
+        the answers that came after it."""
         news: list[Any] = []
         if self._accepted:
             news.append(JobsAccepted(self._accepted))
             self._accepted = []
+        if self._delivered:
+            news.append(Deliveries(self._delivered))
+            self._delivered = []
         news += self._effects
         self._effects = []
         if self._refused:
             news.append(JobsRefused(self._refused))
             self._refused = []
-        if self._delivered:
-            news.append(Deliveries(self._delivered))
-            self._delivered = []
         return news
 
 

@@ -13,12 +13,9 @@ so a book loaded from a snapshot, which has none, takes the same jobs in the sam
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
+from ekiden.core.rows import ClientLedger, Row
 from ekiden.model.jobs import Route
-
-if TYPE_CHECKING:
-    from ekiden.core.rows import ClientLedger, Row
 
 
 class Lane:

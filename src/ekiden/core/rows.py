@@ -11,12 +11,11 @@ cycles they could form (row → grant → row) are broken by hand when a grant c
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from msgspec import Struct
 
 from ekiden import limits
-from ekiden.core.queues import Lane
 from ekiden.model.jobs import Cause, Index, Note, Spec, WallTime
 
 # Shared integers: a row's place in its submit costs a pointer, not an object.
@@ -33,7 +32,8 @@ class ClientLedger:
         self.live = 0
         self.bytes = 0
         self.inflight = 0
-        self.lanes: dict[Lane, None] = {}
+        self.lanes: dict[Any, None] = {}
+        """Its lanes (see `queues`) with something ready."""
         self.parked = False
         """At its cap: its lanes are out of their rings and out of every ready count."""
 
@@ -149,5 +149,3 @@ class Settlement:
         self.faded = False
         """Its bytes are forgotten; ids and outcomes are still known."""
 
-
-Place: TypeAlias = Lane | Delay | Grant | Settlement | None

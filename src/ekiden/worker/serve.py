@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 import random
 import signal
@@ -20,12 +21,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import structlog
+
 from ekiden import limits
 from ekiden.core.subjects import check_pattern
 from ekiden.errors import Closed, EkidenError, Fault, Unreachable, WrongUsage
 from ekiden.machine import Log
 from ekiden.model.ids import check_party
-from ekiden.observe.logs import log_effect
+from ekiden.observe.logs import log_effect, shown
 from ekiden.worker import hardware
 from ekiden.worker.executors import HandlerExecutor
 from ekiden.worker.handlers import Handlers, Job
@@ -133,7 +136,7 @@ class Worker:
             seen.append(number)
             if len(seen) == 1:
                 facts = {"signal": number, "then": "once more to end at once"}
-                log_effect(Log("info", "worker.draining", facts))
+                _log(Log("info", "worker.draining", facts))
                 self.drain(f"signal {number}")
             else:
                 self.quit()
@@ -301,7 +304,7 @@ class _Engine:
             # Raised again where somebody waits; a thread has nobody to tell.
             self._error = error
             if not isinstance(error, EkidenError):
-                log_effect(Log("error", "worker.failed", {"why": repr(error)}))
+                _log(Log("error", "worker.failed", {"why": repr(error)}))
         finally:
             self._started.set()
             self.joined.set()
@@ -337,7 +340,7 @@ class _Engine:
     def _note(self, line: Log) -> None:
         if line.event == "worker.joined":
             self.joined.set()
-        log_effect(line)
+        _log(line)
 
     def _exit(self, driver: Driver, effect: Exit) -> None:
         if effect.error is not None:
@@ -427,6 +430,16 @@ def _checked_labels(labels: dict[str, str]) -> dict[str, str]:
                 remedy=f"labels are text of at most {limits.NAME_LENGTH_MAX} characters",
             )
     return dict(labels)
+
+
+def _log(line: Log) -> None:
+    """To the log the program has set up; else through `logging`, which shows warnings only."""
+    if structlog.is_configured():
+        log_effect(line)
+        return
+    level = logging.getLevelNamesMapping()[line.level.upper()]
+    facts = " ".join(f"{name}={shown(value)}" for name, value in line.facts.items())
+    logging.getLogger("ekiden.worker").log(level, "%s %s", line.event, facts)
 
 
 @contextlib.contextmanager

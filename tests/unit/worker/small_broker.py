@@ -8,6 +8,7 @@ import socket
 import threading
 from typing import Any
 
+from ekiden.errors import Refusal
 from ekiden.limits import NS
 from ekiden.wire import messages
 from ekiden.wire.frames import FrameReader, encode_frame
@@ -76,10 +77,8 @@ class SmallBroker:
                 if greeter.identity is None:
                     try:
                         peer.sendall(greeter.receive(frame))
-                    except messages.BadFrame:
-                        raise
-                    except Exception as error:
-                        peer.sendall(refusal_frame(error))  # type: ignore[arg-type]
+                    except Refusal as error:
+                        peer.sendall(refusal_frame(error))
                         peer.close()
                         return
                     continue

@@ -395,9 +395,7 @@ def test_recall_gives_back_what_the_executor_says_has_not_begun() -> None:
     assert talk.turn(Dropped(1, [1, 2])) == [
         talk.said((1, Ack([AckRun(1, [], [], {}, [], [1, 2])])))
     ]
-    assert talk.turn(RunFinished(1, [0], [b"x"])) == [
-        talk.said((2, Ack([AckRun(1, [0], [b"x"])])))
-    ]
+    assert talk.turn(RunFinished(1, [0], [b"x"])) == [talk.said((2, Ack([AckRun(1, [0], [b"x"])])))]
 
 
 def test_recall_leaves_what_runs_alone() -> None:
@@ -578,9 +576,7 @@ def test_a_drained_worker_gives_back_what_has_not_begun_and_leaves_when_all_is_c
     assert talk.turn(Dropped(1, [1, 2])) == [
         talk.said((1, Ack([AckRun(1, [], [], {}, [], [1, 2])])))
     ]
-    assert talk.turn(RunFinished(1, [0], [b"x"])) == [
-        talk.said((2, Ack([AckRun(1, [0], [b"x"])])))
-    ]
+    assert talk.turn(RunFinished(1, [0], [b"x"])) == [talk.said((2, Ack([AckRun(1, [0], [b"x"])])))]
     assert talk.hear(Acked(2)) == [
         talk.said(Bye("stopped")),
         Close(talk.conn, "stopped"),
