@@ -211,7 +211,7 @@ class Model:
     def clock(self, wall: int) -> None:
         for job_id, job in self.jobs.items():
             if job.state in (WAITING, LATER) and 0 < job.expires <= wall:
-                if job.state == LATER and 0 < job.wakes and (job.wakes < job.expires):
+                if job.state == LATER and job.wakes > 0 and (job.wakes < job.expires):
                     job.wakes = 0
                 self.end(job_id, j.CANCELLED)
             elif job.state == LATER and 0 < job.wakes <= wall:

@@ -28,7 +28,10 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
             sys.executable,
-            *("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"),
+            *(
+                "-c",
+                "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())",
+            ),
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder / "src"), "NO_COLOR": "1"},
@@ -55,10 +58,10 @@ def test_the_rooms_import_down_the_stairs_only() -> None:
         ("model/jobs.py", "import ekiden.model.ids\nimport os", "Pure rooms"),
     ],
 )
-def test_a_forbidden_import_is_found(
-    tmp_path: Path, module: str, line: str, contract: str
-) -> None:
-    shutil.copytree(SOURCE, tmp_path / "src" / "ekiden", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_forbidden_import_is_found(tmp_path: Path, module: str, line: str, contract: str) -> None:
+    shutil.copytree(
+        SOURCE, tmp_path / "src" / "ekiden", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     with (tmp_path / "src" / "ekiden" / module).open("a", encoding="utf-8") as file:
         file.write(f"\n{line}\n")
@@ -72,7 +75,9 @@ def test_a_forbidden_import_is_found(
 
 def test_every_pure_module_that_exists_is_under_contract() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = {contract["id"]: contract for contract in settings["tool"]["importlinter"]["contracts"]}
+    contracts = {
+        contract["id"]: contract for contract in settings["tool"]["importlinter"]["contracts"]
+    }
     watched = set(contracts["pure"]["source_modules"])
 
     there = [

@@ -36,9 +36,7 @@ def match_curve() -> list[dict[str, Any]]:
         subjects = [f"team{number * 7919 % count}.render.4k" for number in range(QUESTIONS)]
         cost = median_us(lambda trie=trie, subjects=subjects: [trie.match(s) for s in subjects])
         answers = statistics.mean(len(trie.match(subject)) for subject in subjects)
-        curve.append(
-            {"patterns": count, "match_us": round(cost, 3), "answers": round(answers, 2)}
-        )
+        curve.append({"patterns": count, "match_us": round(cost, 3), "answers": round(answers, 2)})
     return curve
 
 

@@ -78,7 +78,9 @@ class Desk:
         """Answer now, or when the change is applied. Raises a Refusal."""
         verb = self._verbs.get(ask.verb)
         if verb is None:
-            raise BadRequest(f"unknown verb {ask.verb[:40]!r}", remedy=f"use {', '.join(self._verbs)}")
+            raise BadRequest(
+                f"unknown verb {ask.verb[:40]!r}", remedy=f"use {', '.join(self._verbs)}"
+            )
         self._verb = ask.verb
         try:
             answer = verb(peer, msg_id, ask.params, now)
@@ -214,8 +216,12 @@ class Desk:
         line = self._line(row)
         line["causes"] = [
             {
-                "attempt": past.attempt, "worker": past.worker, "cause": past.cause,
-                "message": past.message, "time": past.time, "burned": past.burned,
+                "attempt": past.attempt,
+                "worker": past.worker,
+                "cause": past.cause,
+                "message": past.message,
+                "time": past.time,
+                "burned": past.burned,
             }  # fmt: skip
             for past in row.history or ()
         ]
@@ -273,7 +279,9 @@ class Desk:
             live = self._verb == "cancel"
             fits = (r.id for r in rows if (self._state(r) in j.TERMINAL) != live)
             if not live:
-                fits = (r.id for r in self._select({**default, **chosen}) if self._state(r) in ended)
+                fits = (
+                    r.id for r in self._select({**default, **chosen}) if self._state(r) in ended
+                )
             ids = list(islice(fits, CHANGE_MAX))
         if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
             raise BadRequest("ids is not a list of names")
@@ -290,10 +298,19 @@ class Desk:
         return {
             "workers": [
                 {
-                    "id": w.id, "host": w.host, "state": w.state, "slots": w.slots,
-                    "credit": w.credit, "held": w.held(book), "running": len(w.running),
-                    "patterns": w.patterns, "labels": w.labels, "cpu_milli": w.cpu_milli,
-                    "mem_mb": w.mem_mb, "load": w.load, "heard_s": (now - w.heard) / NS,
+                    "id": w.id,
+                    "host": w.host,
+                    "state": w.state,
+                    "slots": w.slots,
+                    "credit": w.credit,
+                    "held": w.held(book),
+                    "running": len(w.running),
+                    "patterns": w.patterns,
+                    "labels": w.labels,
+                    "cpu_milli": w.cpu_milli,
+                    "mem_mb": w.mem_mb,
+                    "load": w.load,
+                    "heard_s": (now - w.heard) / NS,
                 }  # fmt: skip
                 for w in self._machine.roster.workers.values()
             ]

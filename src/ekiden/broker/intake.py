@@ -154,7 +154,8 @@ def _check_spec(raw: bytes) -> Spec:
     check_subject(spec.route.subject)
     if not -limits.PRIORITY_MAX <= spec.priority <= limits.PRIORITY_MAX:
         raise BadRequest(
-            f"priority {spec.priority}", remedy=f"use -{limits.PRIORITY_MAX} … {limits.PRIORITY_MAX}"
+            f"priority {spec.priority}",
+            remedy=f"use -{limits.PRIORITY_MAX} … {limits.PRIORITY_MAX}",
         )
     if not 0 <= spec.max_attempts <= limits.MAX_ATTEMPTS_BOUND or spec.timeout_ns < 0:
         raise BadRequest("max_attempts or timeout out of range")

@@ -17,7 +17,14 @@ from ekiden import limits
 from ekiden.broker import peers as p
 from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
-    AppendFailed, DiskSpace, Halt, Persisted, Shutdown, SnapshotTaken, TakeSnapshot, WallClock,
+    AppendFailed,
+    DiskSpace,
+    Halt,
+    Persisted,
+    Shutdown,
+    SnapshotTaken,
+    TakeSnapshot,
+    WallClock,
 )  # fmt: skip
 from ekiden.broker.intake import Intake, refused
 from ekiden.broker.peers import Peer
@@ -34,7 +41,16 @@ from ekiden.errors import BadFrame, BadRequest, Conflict, DiskFull, EkidenError,
 from ekiden.journal.journal import Journal
 from ekiden.limits import NS
 from ekiden.machine import (
-    Close, Connected, Disconnected, Frame, Garbled, Instant, Log, Received, Send, Trust,
+    Close,
+    Connected,
+    Disconnected,
+    Frame,
+    Garbled,
+    Instant,
+    Log,
+    Received,
+    Send,
+    Trust,
 )  # fmt: skip
 from ekiden.model import jobs as j
 from ekiden.wire import messages as m
@@ -83,7 +99,7 @@ class BrokerMachine:
         self._snapshotting = False
         self._rolled = False
         self._shutdown = False
-        self._ghost_leases = {worker: now + config.rejoin_grace_ns for worker in book.workers}
+        self._ghost_leases = dict.fromkeys(book.workers, now + config.rejoin_grace_ns)
         """Workers with leases that have not joined since this broker started → when to give up."""
         self.desk = Desk(self)
         for route in book.queues:
@@ -341,7 +357,12 @@ class BrokerMachine:
                 stop += 1
             peer = self._sessions.get(session)
             if peer is not None:
-                self._push(peer, settlement, rows[start:stop] if stop - start < len(rows) else rows, changes)
+                self._push(
+                    peer,
+                    settlement,
+                    rows[start:stop] if stop - start < len(rows) else rows,
+                    changes,
+                )
             start = stop
         if self.watchers:
             for row in rows:
@@ -524,7 +545,8 @@ class BrokerMachine:
             raise BadRequest("only a worker joins")
         if len(message.patterns) > limits.PATTERNS_PER_WORKER or not message.patterns:
             raise BadRequest(
-                f"{len(message.patterns)} patterns", remedy=f"give 1 to {limits.PATTERNS_PER_WORKER}"
+                f"{len(message.patterns)} patterns",
+                remedy=f"give 1 to {limits.PATTERNS_PER_WORKER}",
             )
         for pattern in message.patterns:
             check_pattern(pattern)
@@ -622,7 +644,11 @@ class BrokerMachine:
     def _progress(self, peer: Peer, message: m.Progress) -> None:
         worker = self._worker(peer)
         grant = self.book.grants.get(message.grant)
-        if grant is None or grant.worker.id != worker.id or not 0 <= message.offset < len(grant.rows):
+        if (
+            grant is None
+            or grant.worker.id != worker.id
+            or not 0 <= message.offset < len(grant.rows)
+        ):
             return
         row = grant.rows[message.offset]
         listener = self._sessions.get(row.origin.session)

@@ -118,7 +118,9 @@ def assign_runs(grant: Grant, owned: list[tuple[int, Row]]) -> list[m.AssignRun]
             or size > _FRAME_TARGET
             or (
                 row.origin is not head
-                and (row.origin.spec_bytes != head.spec_bytes or row.origin.client is not head.client)
+                and (
+                    row.origin.spec_bytes != head.spec_bytes or row.origin.client is not head.client
+                )
             )
         )
         if breaks:

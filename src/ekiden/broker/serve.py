@@ -16,7 +16,14 @@ import psutil
 
 from ekiden import limits
 from ekiden.broker.events import (
-    AppendFailed, DiskSpace, Halt, Persisted, Shutdown, SnapshotTaken, TakeSnapshot, WallClock,
+    AppendFailed,
+    DiskSpace,
+    Halt,
+    Persisted,
+    Shutdown,
+    SnapshotTaken,
+    TakeSnapshot,
+    WallClock,
 )  # fmt: skip
 from ekiden.broker.recovery import open_broker
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
@@ -80,11 +87,17 @@ class BrokerWorld:
         for address in addresses:
             publish_key(address, key)
         log_effect(
-            Log("info", "broker.serving", {
-                "address": join_address(self.config.bind, port), "jobs": machine.book.totals.accepted,
-                "index": machine.book.applied, "recovered_s": round(time.monotonic() - began, 3),
-                "sync": self.config.sync,
-            })  # fmt: skip
+            Log(
+                "info",
+                "broker.serving",
+                {
+                    "address": join_address(self.config.bind, port),
+                    "jobs": machine.book.totals.accepted,
+                    "index": machine.book.applied,
+                    "recovered_s": round(time.monotonic() - began, 3),
+                    "sync": self.config.sync,
+                },
+            )  # fmt: skip
         )
         ticking = asyncio.create_task(self._tick(), name="clock")
         self._on_signals()

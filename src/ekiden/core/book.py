@@ -485,7 +485,9 @@ class JobBook:
                 if row.id in self.cancelling:
                     self._end_cancelled(row, grant)
                     continue
-                said = "the worker fell silent while it ran" if burned else "not known to have begun"
+                said = (
+                    "the worker fell silent while it ran" if burned else "not known to have begun"
+                )
                 self._record(row, worker.id, j.WORKER_LOST, said, burned=burned)
                 if burned:
                     self._retry_or_end(row, grant, j.WORKER_LOST)

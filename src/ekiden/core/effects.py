@@ -36,7 +36,17 @@ class Tally:
 class Changes:
     """All hints of one entry."""
 
-    __slots__ = ("grants", "large", "requeued", "settlements", "stale", "stops", "submits", "tallies", "woken")
+    __slots__ = (
+        "grants",
+        "large",
+        "requeued",
+        "settlements",
+        "stale",
+        "stops",
+        "submits",
+        "tallies",
+        "woken",
+    )
 
     def __init__(self) -> None:
         self.submits: list[SubmitOutcome] = []

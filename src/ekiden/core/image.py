@@ -21,7 +21,15 @@ from ekiden.core.book import JobBook, Totals
 from ekiden.core.commands import Settings
 from ekiden.core.queues import park
 from ekiden.core.rows import (
-    ORDINALS, Delay, Grant, Kept, Origin, Row, Settlement, Watch, WorkerLedger,
+    ORDINALS,
+    Delay,
+    Grant,
+    Kept,
+    Origin,
+    Row,
+    Settlement,
+    Watch,
+    WorkerLedger,
 )  # fmt: skip
 from ekiden.model.jobs import Cause, Note, Route
 
@@ -137,8 +145,13 @@ class _Writer:
             found = self.numbers[id(origin)] = len(self.numbers)
             self.fresh.append(
                 OriginLine(
-                    origin.client.id, origin.session, origin.spec_bytes, origin.time, origin.wall,
-                    origin.digests, origin.expires_at,
+                    origin.client.id,
+                    origin.session,
+                    origin.spec_bytes,
+                    origin.time,
+                    origin.wall,
+                    origin.digests,
+                    origin.expires_at,
                 )  # fmt: skip
             )
         return found
@@ -173,8 +186,15 @@ def dump(book: JobBook) -> Iterator[bytes]:
     """The book as chunks of msgpack. The book must not change meanwhile."""
     yield _encode(
         Head(
-            book.applied, book.time, book.wall, book.digest, book.settings, book.totals,
-            book.next_grant, book.next_seq, dict(sorted(book.cancelling.items())),
+            book.applied,
+            book.time,
+            book.wall,
+            book.digest,
+            book.settings,
+            book.totals,
+            book.next_grant,
+            book.next_seq,
+            dict(sorted(book.cancelling.items())),
             dict(sorted(book.generations.items())),
         )  # fmt: skip
     )
@@ -217,7 +237,8 @@ def _dump_parts(book: JobBook, write: _Writer) -> Iterator[bytes]:
                 yield _encode(WatchPart(watch.until, watch.seq, True, write.columns([]), ids))
         else:
             yield from write.chunks(
-                rows, lambda c, w=watch: WatchPart(w.until, w.seq, False, c, [])  # type: ignore[misc]
+                rows,
+                lambda c, w=watch: WatchPart(w.until, w.seq, False, c, []),  # type: ignore[misc]
             )
     for settlement in [*book.faded, *book.settled]:
         yield from write.chunks(
@@ -298,8 +319,14 @@ class _Reader:
             case Origins():
                 self.origins += [
                     Origin(
-                        book._client(o.client), o.session, book.spec(o.spec), o.spec, o.time,
-                        o.wall, o.digests, o.expires_at,
+                        book._client(o.client),
+                        o.session,
+                        book.spec(o.spec),
+                        o.spec,
+                        o.time,
+                        o.wall,
+                        o.digests,
+                        o.expires_at,
                     )  # fmt: skip
                     for o in part.lines
                 ]

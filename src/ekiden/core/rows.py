@@ -148,4 +148,3 @@ class Settlement:
         self.bytes = 0
         self.faded = False
         """Its bytes are forgotten; ids and outcomes are still known."""
-

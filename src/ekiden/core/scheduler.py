@@ -174,24 +174,22 @@ class Scheduler:
                 return policy
         return LEAST_LOAD
 
-    def _choose(
-        self, pool: Pool, route: Route, book: JobBook
-    ) -> tuple[RosterWorker | None, int]:
+    def _choose(self, pool: Pool, route: Route, book: JobBook) -> tuple[RosterWorker | None, int]:
         needs = route.needs
         if route.key:
             return self._sticky(pool, route, book)
         if not (needs.cpu_milli or needs.mem_mb):
             worker = pool.best(book, self.roster)
             return worker, worker.free(book) if worker is not None else 0
-        roomy = [(w.held(book), w.last_use, w.id, w) for w in pool.workers if w.room(needs, book) > 0]
+        roomy = [
+            (w.held(book), w.last_use, w.id, w) for w in pool.workers if w.room(needs, book) > 0
+        ]
         if not roomy:
             return None, 0
         worker = min(roomy)[3]
         return worker, worker.room(needs, book)
 
-    def _sticky(
-        self, pool: Pool, route: Route, book: JobBook
-    ) -> tuple[RosterWorker | None, int]:
+    def _sticky(self, pool: Pool, route: Route, book: JobBook) -> tuple[RosterWorker | None, int]:
         """Rendezvous hashing: one key, one worker, and few keys move when a worker comes or goes."""
         key = route.key.encode()
         able = [w for w in pool.workers if w.conn is not None and not w.draining]

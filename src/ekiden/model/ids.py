@@ -38,7 +38,9 @@ def check_party(text: str, what: str) -> str:
 def check_name(text: str, what: str) -> str:
     """`text`, if it may name a handler, an executable or a run."""
     if _NAME.fullmatch(text) is None:
-        raise BadId(f"{what} {shown(text)} is not usable", remedy="use 1 to 128 of A-Z a-z 0-9 . _ -")
+        raise BadId(
+            f"{what} {shown(text)} is not usable", remedy="use 1 to 128 of A-Z a-z 0-9 . _ -"
+        )
     return text
 
 

@@ -45,7 +45,9 @@ _JOIN = TYPE_OF[messages.Join]
 _CREDIT = TYPE_OF[messages.Credit]
 
 _EXPECTED_REFUSALS = frozenset({"conflict", "disk_full", "queue_full", "unknown_job"})
-_EXPECTED_ASK_REFUSALS = frozenset({"unknown_job", "unknown_worker", "connection_lost", "disk_full"})
+_EXPECTED_ASK_REFUSALS = frozenset(
+    {"unknown_job", "unknown_worker", "connection_lost", "disk_full"}
+)
 
 
 class Mirror:
@@ -130,7 +132,9 @@ class Checkers:
         """A frame left a process."""
         if sender is self.grid.broker:
             if not self.grid.broker.entitled:
-                raise Violation("I9", f"the broker spoke to {receiver.name} before it had recovered")
+                raise Violation(
+                    "I9", f"the broker spoke to {receiver.name} before it had recovered"
+                )
             if kind == _ASSIGN:
                 self._check_assign(receiver, messages.decode(kind, body_of(raw)))
             elif kind == _ACCEPTED:
@@ -197,12 +201,16 @@ class Checkers:
         for ended in message.ended:
             row = self.mirror.book.find(ended.id)
             if row is not None and not isinstance(row.place, Settlement):
-                raise Violation("I2", f"{ended.id} was told as {ended.state}, but it is not settled")
+                raise Violation(
+                    "I2", f"{ended.id} was told as {ended.state}, but it is not settled"
+                )
 
     def _check_produced(self, job: str, output: bytes, attempt: int) -> None:
         really = self._produced.get(job, {}).get(output)
         if really is None:
-            raise Violation("I2", f"{job} has an output that no run of it produced: {output[:80]!r}")
+            raise Violation(
+                "I2", f"{job} has an output that no run of it produced: {output[:80]!r}"
+            )
         if really != attempt:
             raise Violation(
                 "I2", f"{job}: output of attempt {really} was recorded as attempt {attempt}"
@@ -259,7 +267,9 @@ class Checkers:
         if book.applied != mirror.applied:
             raise Violation("I3", f"recovered to {book.applied}, the disk has {mirror.applied}")
         if fingerprint(book) != fingerprint(mirror):
-            raise Violation("I3", f"the recovered book differs from a full replay of {book.applied}")
+            raise Violation(
+                "I3", f"the recovered book differs from a full replay of {book.applied}"
+            )
         self._keep_accepted()
 
     def _keep_accepted(self) -> None:

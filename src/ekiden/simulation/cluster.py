@@ -69,7 +69,9 @@ class Grid:
                 watcher=self.checkers,
                 slots=dice.choice((1, 2, 4)),
                 # The first can do everything, so that no job waits for ever.
-                patterns=[">"] if number == 0 else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
+                patterns=[">"]
+                if number == 0
+                else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
                 labels={"gpu": "yes"} if number == 0 or dice.random() < 0.3 else {},
                 slowness=dice.choice((1, 1, 1, 5)),
                 **parts.get("worker", {}),

@@ -174,9 +174,7 @@ class SimWorker(Process):
                 self.post(RunFinished(attempt.grant, [], [], {}, [failure], ran_ns))
             else:
                 self._watcher.ran(self.name, attempt.job, attempt.attempt, output)
-                self.post(
-                    RunFinished(attempt.grant, [attempt.offset], [output], ran_ns=ran_ns)
-                )
+                self.post(RunFinished(attempt.grant, [attempt.offset], [output], ran_ns=ran_ns))
             self._fill()
 
         attempt.events.append(self.universe.after(duration, f"ran {self.name}", finish))

@@ -43,7 +43,9 @@ class Workload:
             self._jobs += plans
             for plan in plans:
                 self.grid.plans[plan.id] = plan
-            self.grid.universe.after(at, f"submit {client.name}", self._submitter(client.name, plans))
+            self.grid.universe.after(
+                at, f"submit {client.name}", self._submitter(client.name, plans)
+            )
         for action in (
             self._resubmit, self._resubmit_elsewhere, self._conflict, self._cancel, self._cancel_run,
             self._replay, self._attach, self._ask, self._drain,

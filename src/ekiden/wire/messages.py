@@ -386,4 +386,12 @@ def decode(type_number: int, body: bytes | memoryview) -> Message:
     return message
 
 
-__all__ = [kind.__name__ for kind in TYPE_OF] + ["AckRun", "AssignRun", "Ended", "Failure", "Needs", "Refused", "ResultRun"]
+__all__ = [kind.__name__ for kind in TYPE_OF] + [
+    "AckRun",
+    "AssignRun",
+    "Ended",
+    "Failure",
+    "Needs",
+    "Refused",
+    "ResultRun",
+]
