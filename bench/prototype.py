@@ -13,7 +13,8 @@ restart or keys: it is the yardstick for what all these cost, not a thing to use
 
     python bench/prototype.py leader LOGFILE        prints {"port": N}
     python bench/prototype.py worker PORT
-    python bench/prototype.py client PORT           {"jobs": N} per line in, {"seconds": S} out
+    python bench/prototype.py client PORT           {"jobs": N} per line in, {"seconds": S} out,
+                                                    or {"one_by_one": N} in, {"ms": […]} out
 """
 
 from __future__ import annotations
@@ -357,11 +358,16 @@ async def call(port: int) -> None:
     total = 0
     print(json.dumps({"ready": True}), flush=True)
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        jobs = json.loads(line)["jobs"]
+        order = json.loads(line)
+        if "one_by_one" in order:
+            jobs = order["one_by_one"]
+            answer: dict[str, object] = {"ms": [await push(client, 1) * 1e3 for _ in range(jobs)]}
+        else:
+            jobs = order["jobs"]
+            answer = {"seconds": await asyncio.wait_for(push(client, jobs), 120)}
         total += jobs
-        seconds = await asyncio.wait_for(push(client, jobs), 120)
         assert client.accepted == total, f"{client.accepted} of {total} jobs were accepted"
-        print(json.dumps({"seconds": seconds}), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 def main() -> None:

@@ -54,6 +54,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is not None:
         found = getattr(import_module(home), name)
+    elif name == "testing":
+        found = import_module("ekiden.testing")
     elif isinstance(kind := getattr(errors, name, None), type) and issubclass(kind, Exception):
         found = kind
     else:

@@ -29,7 +29,7 @@ HELLO_TIMEOUT_NS: Final = 5 * NS
 DIAL_TIMEOUT_NS: Final = 5 * NS
 
 # A connection we close gets this long to take what was sent (the reason, above all), and may still
-# send this much, which is thrown away: closing with bytes unread would reset it and lose the reason.
+# send this much, which is thrown away: closing with bytes unread would reset it, reason and all.
 LINGER_NS: Final = 2 * NS
 LINGER_BYTES_MAX: Final = 4 << 20
 
@@ -62,7 +62,14 @@ RESULT_BYTES_IN_MEMORY: Final = 1024
 
 # Bytes queued for a peer that does not read, before it is dropped as a slow reader.
 OUTBOX_BYTES_MAX: Final = 64 << 20
+
+# From here on results wait in the book for the peer to catch up, so a slow line is never cut off
+# for having much to fetch; published messages, which wait nowhere, may pile up this much further.
+CONGESTED_BYTES: Final = 4 << 20
 RELAY_OUTBOX_BYTES_MAX: Final = 8 << 20
+
+# Results owed to a peer that fell behind or attached: this much in one turn.
+OWED_BYTES_PER_TURN: Final = 4 << 20
 
 # Relay messages forwarded in one turn, so that publish cannot starve the ledger.
 RELAY_MESSAGES_PER_TURN: Final = 2000

@@ -62,6 +62,18 @@ class Garbled(Struct, frozen=True):
     reason: str
 
 
+class Congested(Struct, frozen=True):
+    """The peer reads more slowly than we write. What may wait should, until `Relieved`."""
+
+    conn: ConnId
+
+
+class Relieved(Struct, frozen=True):
+    """The peer has caught up."""
+
+    conn: ConnId
+
+
 class Disconnected(Struct, frozen=True):
     """The connection is gone. Nothing sent on it since can be relied upon."""
 

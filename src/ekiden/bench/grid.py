@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import ekiden
 from ekiden.bench.processes import BenchFailed, Child, Crew, wait_until
@@ -47,13 +48,18 @@ class Grid:
             *("-m", "ekiden.bench.noop_worker", self.address, str(slots)),
         )
         self.workers.append(worker)
-        with ekiden.Client(self.address, client_id="bench-probe") as client:
-
-            def joined() -> bool:
-                return bool(client.stats()["workers"]["connected"] >= expected)
-
-            wait_until(worker, "join", START_TIMEOUT_S, joined)
+        wait_until(
+            worker,
+            "join",
+            START_TIMEOUT_S,
+            lambda: self.stats()["workers"]["connected"] >= expected,
+        )
         return worker
+
+    def stats(self) -> dict[str, Any]:
+        """What the broker says of itself."""
+        with ekiden.Client(self.address, client_id="bench-probe") as client:
+            return client.stats()
 
     def add_load(self, mode: str) -> Child:
         """Start a load process and wait until it is connected."""

@@ -1,61 +1,83 @@
 """How long one job takes, from `submit` to its result, when nothing else is going on.
 
 Two commits lie on that path (the submit with its assign, and the settlement), so the figure is read
-beside the time one fdatasync takes on the same disk.
+beside the time one fdatasync takes on the same disk, measured between the rounds. JetStream and the
+prototype take turns with it: the first syncs every two minutes, the second before every answer.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ekiden
 from ekiden.bench import report
 from ekiden.bench.grid import start_grid
-from ekiden.bench.load import NAME
-from ekiden.bench.noop_worker import SUBJECT
-from ekiden.bench.peers import PAYLOAD
-from ekiden.bench.processes import Crew
+from ekiden.bench.peers import start_jetstream, start_prototype
+from ekiden.bench.processes import BenchFailed, Child, Crew
 
 WARM_UP_JOBS = 300
+ROUND_TIMEOUT_S = 120.0
 P50_MS, P99_MS, AT_SYNC_MS = 0.9, 2.0, 0.17
 
 
-def run(*, jobs: int = 3000, folder: Path | None = None) -> dict[str, Any]:
-    """Submit `jobs` jobs one after another through the blocking client."""
+def run(
+    *,
+    jobs: int = 3000,
+    rounds: int = 6,
+    peers: tuple[str, ...] = ("jetstream", "prototype"),
+    folder: Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Submit `jobs` jobs one after another, in `rounds` turns with the peers."""
+    share = max(1, jobs // rounds)
     with Crew(folder=folder) as crew:
         facts = report.conditions(crew.folder)
-        grid = start_grid(crew)
-        taken = _measure(grid.address, jobs)
-        sync_after = report.sync_ms(crew.folder)
-    p50, p99 = report.percentile(taken, 0.50), report.percentile(taken, 0.99)
-    figures = {
-        "jobs": jobs,
-        "p50_ms": round(p50, 3),
-        "p99_ms": round(p99, 3),
-        "max_ms": round(max(taken), 3),
-        "mean_ms": round(statistics.mean(taken), 3),
-        "fdatasync_before_ms": facts["fdatasync_ms"],
-        "fdatasync_after_ms": sync_after,
+        clients = {"ekiden": start_grid(crew).add_load("sequence")}
+        absent = _add_peers(crew, peers, clients)
+        for client in clients.values():
+            client.ask({"one_by_one": WARM_UP_JOBS}, ROUND_TIMEOUT_S)
+        taken: dict[str, list[float]] = {name: [] for name in clients}
+        syncs = []
+        for number in range(1, rounds + 1):
+            for name, client in clients.items():
+                taken[name] += client.ask({"one_by_one": share}, ROUND_TIMEOUT_S)["ms"]
+            syncs.append(report.sync_ms(crew.folder))
+            tell(f"round {number}/{rounds}: fdatasync {syncs[-1]} ms")
+    sync = statistics.median(syncs)
+    rows = [_row(name, values) for name, values in taken.items()]
+    figures = {"fdatasync_ms": sync, "fdatasync_ms_all": syncs, "rows": rows, "absent": absent}
+    return report.outline("latency", facts, figures, _goals(rows[0], sync))
+
+
+def _add_peers(crew: Crew, peers: tuple[str, ...], clients: dict[str, Child]) -> dict[str, str]:
+    absent: dict[str, str] = {}
+    for peer in peers:
+        try:
+            start = start_prototype if peer == "prototype" else start_jetstream
+            clients[peer] = start(crew).client
+        except BenchFailed as failure:
+            absent[peer] = str(failure)
+    return absent
+
+
+def _row(name: str, values: list[float]) -> dict[str, Any]:
+    return {
+        "system": name,
+        "jobs": len(values),
+        "p50_ms": round(report.percentile(values, 0.50), 3),
+        "p90_ms": round(report.percentile(values, 0.90), 3),
+        "p99_ms": round(report.percentile(values, 0.99), 3),
+        "max_ms": round(max(values), 3),
     }
-    # A slower disk is not our doing: each of the two commits may cost what it costs more there.
-    excess = 2 * max(0.0, min(facts["fdatasync_ms"], sync_after) - AT_SYNC_MS)
-    goals = [
-        report.at_most("p50", round(p50, 3), round(P50_MS + excess, 3), "ms"),
-        report.at_most("p99", round(p99, 3), round(P99_MS + excess, 3), "ms"),
+
+
+def _goals(row: dict[str, Any], sync_ms: float) -> list[report.Goal]:
+    # The bounds were set for a disk that syncs in AT_SYNC_MS. Two commits lie on the path, so they
+    # move by twice what this disk is slower, or quicker.
+    excess = 2 * (sync_ms - AT_SYNC_MS)
+    return [
+        report.at_most("p50", row["p50_ms"], round(P50_MS + excess, 3), "ms"),
+        report.at_most("p99", row["p99_ms"], round(P99_MS + excess, 3), "ms"),
     ]
-    return report.outline("latency", facts, figures, goals)
-
-
-def _measure(address: str, jobs: int) -> list[float]:
-    """Milliseconds of each."""
-    taken = []
-    with ekiden.Client(address, client_id="bench") as client:
-        for number in range(WARM_UP_JOBS + jobs):
-            begin = time.perf_counter()
-            client.submit(NAME, payload=PAYLOAD, subject=SUBJECT).result(30.0)
-            if number >= WARM_UP_JOBS:
-                taken.append((time.perf_counter() - begin) * 1e3)
-    return taken

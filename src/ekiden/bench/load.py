@@ -1,12 +1,14 @@
 """Load processes of a bench: ekiden's own client under orders from standard input.
 
-    python -m ekiden.bench.load batched ADDRESS    one blocking client, one future per job
+    python -m ekiden.bench.load batch   ADDRESS    one blocking client, one future per job
     python -m ekiden.bench.load frames  ADDRESS    the same, every job in a frame of its own
     python -m ekiden.bench.load clients ADDRESS    50 clients, each with 20 jobs open, one per frame
+    python -m ekiden.bench.load open:8  ADDRESS    one client, so many jobs open, one per frame
     python -m ekiden.bench.load backlog ADDRESS    jobs that nobody runs; answers when accepted
+    python -m ekiden.bench.load sequence ADDRESS   one job at a time
 
-One line of JSON in, one line out: `{"jobs": N}` or `{"run_s": S}` → `{"seconds": …, "jobs": …}`.
-Every result is looked at before the clock stops.
+One line of JSON in, one line out: `{"jobs": N}` or `{"run_s": S}` → `{"seconds": …, "jobs": …}`,
+`{"one_by_one": N}` → `{"ms": […]}`. Every result is looked at before the clock stops.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 import ekiden
 from ekiden.bench.noop_worker import SUBJECT
 from ekiden.bench.peers import PAYLOAD, RESULT
+from ekiden.world.loop import run
 
 NAME = "noop"
 WINDOW = 20_000
@@ -69,11 +72,34 @@ def serve(work: Callable[[dict[str, Any]], int]) -> None:
         _say({"seconds": time.perf_counter() - begin, "jobs": jobs})
 
 
-def batched(address: str) -> None:
+def one_by_one(client: ekiden.Client, jobs: int) -> list[float]:
+    """Milliseconds from each submit to its result; the next waits for the one before."""
+    taken = []
+    for _ in range(jobs):
+        begin = time.perf_counter()
+        _look(client.submit(NAME, payload=PAYLOAD, subject=SUBJECT))
+        taken.append((time.perf_counter() - begin) * 1e3)
+    return taken
+
+
+def batch(address: str) -> None:
     """The client as users get it."""
     with ekiden.Client(address, client_id="bench") as client:
         client.stats()
-        serve(lambda order: push(client, WINDOW, order.get("jobs", 0), order.get("run_s", 0.0)))
+
+        def work(order: dict[str, Any]) -> int:
+            return push(client, WINDOW, order.get("jobs", 0), order.get("run_s", 0.0))
+
+        serve(work)
+
+
+def sequence(address: str) -> None:
+    """The same client with one job at a time."""
+    with ekiden.Client(address, client_id="bench") as client:
+        client.stats()
+        _say({"ready": True})
+        for line in sys.stdin:
+            _say({"ms": one_by_one(client, json.loads(line)["one_by_one"])})
 
 
 def frames(address: str) -> None:
@@ -83,31 +109,33 @@ def frames(address: str) -> None:
         serve(lambda order: push(client, FRAMES_WINDOW, order["jobs"], 0.0))
 
 
-# ------------------------------------------------------------------ fifty clients
+# ------------------------------------------------------------------ callers that wait
 
 
-async def clients(address: str) -> None:
-    """Fifty callers that wait for most of what they ask: a web service, not a batch run."""
+async def callers(address: str, clients: int, open_each: int) -> None:
+    """Callers that wait for most of what they ask: a web service, not a batch run."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as opening:
         opened = [
             opening.create_task(_open(address, number), name=f"open-{number}")
-            for number in range(CLIENTS)
+            for number in range(clients)
         ]
-    callers = [task.result() for task in opened]
+    found = [task.result() for task in opened]
     _say({"ready": True})
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        jobs = json.loads(line)["jobs"]
+        order = json.loads(line)
+        share = -(-order.get("jobs", 0) // (clients * open_each))
         begin = time.perf_counter()
-        share = -(-jobs // (CLIENTS * OPEN_PER_CLIENT))
+        deadline = begin + order.get("run_s", 0.0)
         async with asyncio.TaskGroup() as calls:
-            for caller in callers:
-                for _ in range(OPEN_PER_CLIENT):
-                    calls.create_task(_call(caller, share))
-        done = share * CLIENTS * OPEN_PER_CLIENT
-        seconds = (time.perf_counter() - begin) * jobs / done
-        _say({"seconds": seconds, "jobs": jobs})
-    for caller in callers:
+            tasks = [
+                calls.create_task(_call(caller, share, deadline))
+                for caller in found
+                for _ in range(open_each)
+            ]
+        seconds = time.perf_counter() - begin
+        _say({"seconds": seconds, "jobs": sum(task.result() for task in tasks)})
+    for caller in found:
         await caller.close()
 
 
@@ -118,12 +146,16 @@ async def _open(address: str, number: int) -> ekiden.AsyncClient:
     return client
 
 
-async def _call(client: ekiden.AsyncClient, jobs: int) -> None:
-    for _ in range(jobs):
+async def _call(client: ekiden.AsyncClient, jobs: int, deadline: float) -> int:
+    """So many jobs one after another, or until the deadline; how many it were."""
+    done = 0
+    while done < jobs if jobs else time.perf_counter() < deadline:
         future = client.submit(NAME, payload=PAYLOAD, subject=SUBJECT)
         result = await future
         if len(result.output) != len(RESULT):
             raise RuntimeError(f"job {future.job_id} came back with another result")
+        done += 1
+    return done
 
 
 # ------------------------------------------------------------------ a backlog
@@ -154,11 +186,11 @@ def main() -> None:
     """Entry of the load processes."""
     mode, address = sys.argv[1:3]
     if mode == "clients":
-        import uvloop
-
-        uvloop.run(clients(address))
+        run(callers(address, CLIENTS, OPEN_PER_CLIENT))
+    elif mode.startswith("open:"):
+        run(callers(address, 1, int(mode.removeprefix("open:"))))
     else:
-        {"batched": batched, "frames": frames, "backlog": backlog}[mode](address)
+        {"batch": batch, "frames": frames, "backlog": backlog, "sequence": sequence}[mode](address)
 
 
 if __name__ == "__main__":

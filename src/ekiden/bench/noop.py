@@ -32,7 +32,7 @@ GOALS: tuple[tuple[str, str, float], ...] = (
 )
 
 MODES = {
-    "batched": (OURS, "one future per job, the blocking client", 50_000),
+    "batch": (OURS, "one future per job, the blocking client", 50_000),
     "frames": (FRAMES, "one blocking client, 4,000 open", 10_000),
     "clients": (CLIENTS, "one load process, one job per frame", 10_000),
 }
@@ -42,7 +42,7 @@ PEERS = ("jetstream", "prototype", "packed")
 def run(
     *,
     rounds: int = 5,
-    round_s: float = 1.5,
+    seconds: float = 1.5,
     modes: tuple[str, ...] = tuple(MODES),
     peers: tuple[str, ...] = ("jetstream", "prototype"),
     folder: Path | None = None,
@@ -56,7 +56,7 @@ def run(
         grid = start_grid(crew)
         contenders = [_ours(grid, mode) for mode in modes]
         absent = _add_peers(crew, peers, contenders)
-        taken = race(contenders, rounds=rounds, round_s=round_s, tell=tell)
+        taken = race(contenders, rounds=rounds, seconds=seconds, tell=tell)
     figures = {
         "rows": [summary(contender, taken[contender.name]) for contender in contenders],
         "ratios": _ratios(taken),
@@ -87,17 +87,27 @@ def _ratios(taken: dict[str, list[Round]]) -> list[dict[str, Any]]:
     """Every row of ours by every peer."""
     mine = [name for name in taken if name.startswith(OURS)]
     others = [name for name in taken if not name.startswith(OURS)]
-    return [
-        {"system": name, "by": other, "ratio": round(ratio(taken[name], taken[other]), 3)}
-        for name in mine
-        for other in others
-    ]
+    rows: list[dict[str, Any]] = []
+    for name in mine:
+        for other in others:
+            found = ratio(taken[name], taken[other])
+            rows.append(
+                {
+                    "system": name,
+                    "by": other,
+                    "ratio": round(found.median, 3),
+                    "lowest": round(found.low, 3),
+                    "highest": round(found.high, 3),
+                    "of_medians": round(found.of_medians, 3),
+                }
+            )
+    return rows
 
 
 def _goals(taken: dict[str, list[Round]]) -> list[report.Goal]:
     goals = []
     for ours, theirs, bound in GOALS:
         if ours in taken and theirs in taken:
-            value = round(ratio(taken[ours], taken[theirs]), 3)
+            value = round(ratio(taken[ours], taken[theirs]).median, 3)
             goals.append(report.at_least(f"{ours} / {theirs}", value, bound, "×"))
     return goals

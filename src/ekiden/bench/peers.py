@@ -225,7 +225,14 @@ async def _client(url: str) -> None:
         await jetstream.publish_async_completed()
         await complete.wait()
 
-    await _serve_rounds(push)
+    async def one(_number: int) -> None:
+        nonlocal missing
+        missing = 1
+        complete.clear()
+        await jetstream.publish(SUBJECT, payload)
+        await complete.wait()
+
+    await _serve_rounds(push, one)
 
 
 async def _packed_client(url: str) -> None:
@@ -264,12 +271,21 @@ async def _packed_client(url: str) -> None:
     await _serve_rounds(push)
 
 
-async def _serve_rounds(push: Any) -> None:
+async def _serve_rounds(push: Any, one: Any = None) -> None:
     loop = asyncio.get_running_loop()
     _say({"ready": True})
     while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        if "one_by_one" in order:
+            taken = []
+            for number in range(order["one_by_one"]):
+                begin = time.perf_counter()
+                await one(number)
+                taken.append((time.perf_counter() - begin) * 1e3)
+            _say({"ms": taken})
+            continue
         begin = time.perf_counter()
-        await asyncio.wait_for(push(json.loads(line)["jobs"]), 120.0)
+        await asyncio.wait_for(push(order["jobs"]), 120.0)
         _say({"seconds": time.perf_counter() - begin})
 
 

@@ -1,13 +1,15 @@
 """Processes of one bench: started, measured and ended by their ids.
 
-A `Child` knows what it has cost so far; a `Crew` ends every child it started, in reverse order and
-whatever happened, and removes the folder they worked in. Load processes take one line of JSON per
-round on their standard input and answer with one line: so a client lives through a whole bench, and
-rounds of different systems can take turns.
+A `Child` knows what it has cost so far; a `Crew` ends every child it started and what those
+started, whatever happened (Ctrl-C and SIGTERM too), and removes the folder they worked in. Load
+processes take one line of JSON per round on their standard input and answer with one line: so a
+client lives through a whole bench, and rounds of different systems can take turns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import select
@@ -16,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +27,9 @@ from typing import Any, Self
 import psutil
 
 STOP_WAIT_S = 10.0
+
+# Loaded before the fork: a child of a fork should do as little as possible.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class BenchFailed(Exception):
@@ -55,10 +61,10 @@ class Child:
 
     def family_rss_bytes(self) -> int:
         """Resident memory of the process and its children, as far as they are still there."""
-        total = self.rss_bytes()
-        for child in psutil.Process(self.pid).children(recursive=True):
+        total = 0
+        for process in self._family():
             try:
-                total += child.memory_info().rss
+                total += process.memory_info().rss
             except psutil.NoSuchProcess:
                 continue
         return total
@@ -108,27 +114,42 @@ class Child:
         return self.hear(timeout_s)
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
+        """kill -9, and wait until it is gone. What it started may live on, as after a crash."""
         if self.running():
             self.popen.kill()
         self.popen.wait(STOP_WAIT_S)
 
-    def stop(self) -> None:
-        """Ask it to end; insist if it does not."""
-        if self.popen.stdin is not None and not self.popen.stdin.closed:
-            try:
-                self.popen.stdin.close()
-            except BrokenPipeError:
-                pass
+    def stop(self, wait_s: float = STOP_WAIT_S) -> None:
+        """Ask it to end in good order; `BenchFailed` if it does not within `wait_s`."""
         if self.running():
             self.popen.send_signal(signal.SIGTERM)
+        try:
+            self.popen.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            raise BenchFailed(f"{self.name} did not end within {wait_s:.0f} s") from None
+
+    def end(self) -> None:
+        """End it and all it started, at once. What it wrote is about to be removed anyway."""
+        for process in self._family():
             try:
-                self.popen.wait(STOP_WAIT_S)
-            except subprocess.TimeoutExpired:
-                self.popen.kill()
-                self.popen.wait(STOP_WAIT_S)
-        if self.popen.stdout is not None:
-            self.popen.stdout.close()
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.popen.wait(STOP_WAIT_S)
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _family(self) -> list[psutil.Process]:
+        """The process and its descendants; nobody, if it has ended."""
+        if not self.running():
+            return []
+        try:
+            own = psutil.Process(self.pid)
+            return [own, *own.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def _died(self) -> BenchFailed:
         code = self.popen.wait(STOP_WAIT_S)
@@ -141,6 +162,7 @@ class Crew:
     def __init__(self, *, folder: Path | None = None) -> None:
         self._given = folder
         self._children: list[Child] = []
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self.folder = Path(tempfile.mkdtemp(prefix="ekiden-bench-", dir=self._given))
@@ -148,6 +170,7 @@ class Crew:
         self.environment = dict(os.environ, EKIDEN_STATE=str(self.folder / "state"))
         self.environment.pop("EKIDEN_CONNECT", None)
         self.environment.pop("EKIDEN_KEY_FILE", None)
+        self._catch(signal.SIGTERM, _interrupt)
         return self
 
     def __exit__(
@@ -156,9 +179,21 @@ class Crew:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for child in reversed(self._children):
-            child.stop()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # An impatient second Ctrl-C must not leave processes behind: this takes a moment only.
+        self._catch(signal.SIGINT, signal.SIG_IGN)
+        self._catch(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            for child in reversed(self._children):
+                child.end()
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    def _catch(self, number: int, handler: Any) -> None:
+        """Only the main thread may; a bench in another one is ended by whoever runs it."""
+        if threading.current_thread() is threading.main_thread():
+            self._before.setdefault(number, signal.signal(number, handler))
 
     def start(self, name: str, *command: str | Path, talks: bool = False) -> Child:
         """Start `command`; with `talks`, its standard input and output are ours."""
@@ -171,6 +206,9 @@ class Crew:
                 stderr=sink,
                 env=self.environment,
                 cwd=self.folder,
+                # Ctrl-C of the terminal is for the bench, which ends its children itself.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
             )
         child = Child(name, popen, log)
         self._children.append(child)
@@ -179,6 +217,16 @@ class Crew:
     def start_python(self, name: str, *arguments: str | Path, talks: bool = False) -> Child:
         """Start this interpreter with `arguments`."""
         return self.start(name, sys.executable, *arguments, talks=talks)
+
+
+def _die_with_parent() -> None:
+    """A bench that is killed cannot clean up: the kernel ends its children then."""
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def wait_until(child: Child, what: str, timeout_s: float, check: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 from msgspec import Struct, to_builtins
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -89,6 +91,7 @@ def touch_memory(folder: Path, bytes_wanted: int) -> int:
 def conditions(folder: Path) -> dict[str, Any]:
     """What the figures of this run depend on."""
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "ekiden": _version("ekiden"),
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -112,7 +115,8 @@ def outline(
 
 def show(report: dict[str, Any]) -> None:
     """Print a report for a person: conditions in one line, rows as tables, goals last."""
-    console = Console(highlight=False)
+    # Not a terminal: as wide as the content, so that a file keeps whole rows.
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     facts = report["conditions"]
     console.print(
         f"[bold]ekiden bench {report['bench']}[/]  {facts['cores']} cores, {facts['cpu']}, "
@@ -120,7 +124,7 @@ def show(report: dict[str, Any]) -> None:
         f"load {facts['load_before']}"
     )
     for name, value in report.items():
-        if name in ("bench", "conditions", "goals"):
+        if name in ("bench", "conditions", "goals") or value in ({}, []):
             continue
         if isinstance(value, list) and value and isinstance(value[0], dict):
             console.print(_rows(name, value))
@@ -131,7 +135,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _rows(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=_words(name), title_justify="left")
+    table = Table(title=_words(name), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in rows[0]:
         right = isinstance(rows[0][column], int | float)
         table.add_column(_words(column), justify="right" if right else "left")
@@ -141,7 +145,7 @@ def _rows(name: str, rows: list[dict[str, Any]]) -> Table:
 
 
 def _goals(goals: list[dict[str, Any]]) -> Table:
-    table = Table(title="goals", title_justify="left")
+    table = Table(title="goals", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("figure", "measured", "goal", ""):
         table.add_column(column)
     for goal in goals:

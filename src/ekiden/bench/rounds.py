@@ -1,8 +1,8 @@
 """Rounds of a race: each system in turn, again and again, so that all see the same machine.
 
-A ratio is taken within one round, where both ran seconds apart, and the median of these ratios is
-reported. The size of a system's rounds follows from its own speed in a warm-up, so that all rounds
-take about as long.
+A ratio is taken within one round, where both ran seconds apart; the median of these ratios is
+reported, with the lowest and the highest. The size of a system's rounds follows from its own speed
+in a warm-up, so that all rounds take about as long.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def run_round(contender: Contender, jobs: int) -> Round:
     after = _spent(contender)
     seconds = float(answer["seconds"])
     return Round(
-        jobs=jobs,
+        jobs=answer.get("jobs", jobs),
         seconds=seconds,
         cpu_s={role: after[role] - before[role] for role in after},
         machine_busy_cores=(_machine_busy_s() - machine_before) / seconds,
@@ -69,7 +69,7 @@ def race(
     contenders: Sequence[Contender],
     *,
     rounds: int,
-    round_s: float,
+    seconds: float,
     tell: Callable[[str], None],
 ) -> dict[str, list[Round]]:
     """Warm everyone up, then `rounds` times each contender in turn."""
@@ -77,8 +77,8 @@ def race(
     for contender in contenders:
         warm = run_round(contender, contender.warm_up_jobs)
         # The first jobs of a process are slow, so the size is taken from a second warm-up.
-        warm = run_round(contender, max(1000, round(warm.rate * round_s / 4)))
-        sizes[contender.name] = max(1000, round(warm.rate * round_s))
+        warm = run_round(contender, max(1000, round(warm.rate * seconds / 4)))
+        sizes[contender.name] = max(1000, round(warm.rate * seconds))
     taken: dict[str, list[Round]] = {contender.name: [] for contender in contenders}
     for number in range(1, rounds + 1):
         for contender in contenders:
@@ -88,10 +88,29 @@ def race(
     return taken
 
 
-def ratio(ours: Sequence[Round], theirs: Sequence[Round]) -> float:
-    """The median, over the rounds, of our rate by theirs."""
+class Ratio(Struct, frozen=True, kw_only=True):
+    """Our rate by theirs: median of the rounds, lowest, highest, and the ratio of the medians."""
+
+    median: float
+    low: float
+    high: float
+    of_medians: float
+
+
+def ratio(ours: Sequence[Round], theirs: Sequence[Round]) -> Ratio:
+    """Compare round by round."""
     pairs = zip(ours, theirs, strict=True)
-    return statistics.median(mine.rate / other.rate for mine, other in pairs)
+    found = [mine.rate / other.rate for mine, other in pairs]
+    return Ratio(
+        median=statistics.median(found),
+        low=min(found),
+        high=max(found),
+        of_medians=_median_rate(ours) / _median_rate(theirs),
+    )
+
+
+def _median_rate(rounds: Sequence[Round]) -> float:
+    return statistics.median(one.rate for one in rounds)
 
 
 def summary(contender: Contender, rounds: Sequence[Round]) -> dict[str, Any]:
@@ -101,7 +120,7 @@ def summary(contender: Contender, rounds: Sequence[Round]) -> dict[str, Any]:
         "durability": contender.durability,
         "note": contender.note,
         "jobs_per_round": rounds[0].jobs,
-        "jobs_per_s": round(statistics.median(one.rate for one in rounds)),
+        "jobs_per_s": round(_median_rate(rounds)),
         "jobs_per_s_all": [round(one.rate) for one in rounds],
         "cpu_us_per_job": {
             role: round(statistics.median(one.cpu_s[role] / one.jobs for one in rounds) * 1e6, 2)

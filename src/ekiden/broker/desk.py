@@ -140,7 +140,7 @@ class Desk:
             if row.place is None or not row.id or row.id in seen:
                 continue
             seen.add(row.id)
-            if state and self._state(row) != state and not (state == j.LEASED):
+            if state and state != j.LEASED and self._state(row) != state:
                 continue
             if client and row.origin.client.id != client:
                 continue
@@ -273,16 +273,7 @@ class Desk:
                     "neither ids nor a filter was given",
                     remedy=f"name ids, or a filter of {', '.join(_FILTERS)}",
                 )
-            ended = (j.FAILED, j.CANCELLED)
-            default = {"state": j.FAILED} if self._verb != "cancel" else {}
-            rows = self._select({**default, **{k: v for k, v in chosen.items() if v}})
-            live = self._verb == "cancel"
-            fits = (r.id for r in rows if (self._state(r) in j.TERMINAL) != live)
-            if not live:
-                fits = (
-                    r.id for r in self._select({**default, **chosen}) if self._state(r) in ended
-                )
-            ids = list(islice(fits, CHANGE_MAX))
+            ids = list(islice(self._changeable(chosen), CHANGE_MAX))
         if not isinstance(ids, list) or not all(isinstance(i, str) for i in ids):
             raise BadRequest("ids is not a list of names")
         if len(ids) > CHANGE_MAX:
@@ -290,6 +281,14 @@ class Desk:
         kind = {"cancel": c.Cancel, "replay": c.Replay, "purge": c.Purge}[self._verb]
         self._machine.propose_for(peer, msg_id, kind(ids))
         return None
+
+    def _changeable(self, chosen: dict[str, Any]) -> Iterator[str]:
+        """Ids that pass the filter and that the verb can change: live jobs are cancelled; failed
+        ones, or cancelled ones if asked for, are replayed and purged."""
+        if self._verb == "cancel":
+            return (r.id for r in self._select(chosen) if self._state(r) not in j.TERMINAL)
+        chosen = {**chosen, "state": chosen.get("state") or j.FAILED}
+        return (r.id for r in self._select(chosen) if self._state(r) in (j.FAILED, j.CANCELLED))
 
     # -------------------------------------------------------------- workers
 

@@ -166,6 +166,8 @@ def _check_spec(raw: bytes) -> Spec:
         raise BadRequest(
             f"unknown cause {ids.shown(unknown[0])} in retry_on", remedy=f"use {', '.join(CAUSES)}"
         )
+    if spec.route.avoid:
+        raise BadRequest("a route that avoids a worker", remedy="leave that to the broker")
     needs = spec.route.needs
     if min(needs.cpu_milli, needs.mem_mb) < 0 or len(needs.labels) > limits.LABELS_MAX:
         raise BadRequest("needs out of range")

@@ -26,22 +26,24 @@ from ekiden.broker.events import (
     TakeSnapshot,
     WallClock,
 )  # fmt: skip
+from ekiden.broker.herald import Herald
 from ekiden.broker.intake import Intake, refused
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
 from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
 from ekiden.core.book import JobBook
-from ekiden.core.effects import Changes, SubmitOutcome
+from ekiden.core.effects import Changes
 from ekiden.core.roster import Roster, RosterWorker
-from ekiden.core.rows import Grant, Kept, Row, Settlement
+from ekiden.core.rows import Grant, Row
 from ekiden.core.scheduler import Scheduler
 from ekiden.core.subjects import check_pattern
-from ekiden.errors import BadFrame, BadRequest, Conflict, DiskFull, EkidenError, Refusal
+from ekiden.errors import BadFrame, BadRequest, DiskFull, EkidenError, Refusal
 from ekiden.journal.journal import Journal
 from ekiden.limits import NS
 from ekiden.machine import (
     Close,
+    Congested,
     Connected,
     Disconnected,
     Frame,
@@ -49,6 +51,7 @@ from ekiden.machine import (
     Instant,
     Log,
     Received,
+    Relieved,
     Send,
     Trust,
 )  # fmt: skip
@@ -81,16 +84,15 @@ class BrokerMachine:
         self.broker_id = broker_id
         self.software = software
         self.started = now
-        self.watchers: dict[str, dict[int, None]] = {}
-        """Job id → connections that want to know, beside the session that submitted it."""
+        self.herald = Herald(journal)
         self._key = key
-        self._sessions: dict[str, Peer] = {}
         self._base_time, self._base_now = book.time, now
         self._wall, self._wall_at = wall, now
         self._queue: list[tuple[c.Command, Peer | None, int]] = []
         """Commands for the next entry, with who asked and the number of the message."""
         self._flying: tuple[c.Entry, list[tuple[c.Command, Peer | None, int]]] | None = None
         self._dirty: dict[Peer, None] = {}
+        """Peers with something to be sent or closed at the end of this turn."""
         self._effects: list[Any] = []
         self._next_sweep = now
         self._hold_append_until = 0
@@ -124,6 +126,10 @@ class BrokerMachine:
                 peer = self.peers.get(event.conn)
                 if peer is not None:
                     self._refuse_and_close(peer, BadFrame(event.reason))
+            case Congested() | Relieved():
+                peer = self.peers.get(event.conn)
+                if peer is not None:
+                    self.herald.congestion(peer, event)
             case WallClock():
                 self._wall, self._wall_at = event.wall, now
             case DiskSpace():
@@ -142,10 +148,14 @@ class BrokerMachine:
         self._apply_committed(now)
         if now >= self._next_sweep:
             self._sweep(now)
-        if self._flying is None and now >= self._hold_append_until:
-            self._close_entry(now)
+        if self._flying is None:
+            if self._rolled:
+                self._begin_snapshot()
+            if now >= self._hold_append_until:
+                self._close_entry(now)
         if self.relay.waiting:
-            self.relay.pass_on(self._listener)
+            self.relay.pass_on(self.peers)
+        self.herald.pay()
         self._finish_shutdown()
         for peer in self._dirty:
             data = peer.drain()
@@ -155,13 +165,13 @@ class BrokerMachine:
             if peer.closing and self.peers.pop(peer.conn, None) is not None:
                 self._effects.append(Close(peer.conn))
                 self._left(peer, now)
-        self._dirty = {}
+        self._dirty.clear()
         effects, self._effects = self._effects, []
         return effects
 
     def next_deadline(self) -> Instant | None:
         """The next sweep, delay or wall-time wish."""
-        if self.relay.waiting:
+        if self.relay.waiting or self.herald.waiting:
             return self._base_now
         soonest = self._next_sweep
         if self._flying is None:
@@ -209,8 +219,7 @@ class BrokerMachine:
         self.intake.incoming = {}
         self.intake.incoming_bytes = 0
         due = bool(self.book.delays) and self.book.delays[0].until <= time
-        rolling = self._rolled and not self._snapshotting
-        if not batch and not plans and not due and not rolling:
+        if not batch and not plans and not due:
             return
         commands: list[Any] = [command for command, _, _ in batch]
         commands += plans
@@ -228,15 +237,16 @@ class BrokerMachine:
         entry, batch = self._flying
         self._flying = None
         changes = self.book.apply(entry)
-        for worker in self.roster.workers.values():
-            worker.planned = 0
+        self.scheduler.forget_plans()
         self._tell(changes, batch, now)
-        if self._rolled and not self._snapshotting:
-            closed = self.journal.closed_segments()  # type: ignore[attr-defined]
-            if closed and closed[-1].last > self.snapshot_index:
-                self._snapshotting = True
-                self._effects.append(TakeSnapshot(closed[-1].last))
-            self._rolled = False
+
+    def _begin_snapshot(self) -> None:
+        """Nothing is being written, so everything there is lies in closed segments."""
+        self._rolled = False
+        closed = self.journal.closed_segments()  # type: ignore[attr-defined]
+        if closed and closed[-1].last > self.snapshot_index:
+            self._snapshotting = True
+            self._effects.append(TakeSnapshot(closed[-1].last))
 
     def _append_failed(self, event: AppendFailed, now: Instant) -> None:
         """No space: new jobs are refused, everything else waits for room and is tried again."""
@@ -244,8 +254,8 @@ class BrokerMachine:
         self.journal.withdraw()
         _, batch = self._flying
         self._flying = None
+        self.scheduler.forget_plans()
         for worker in self.roster.workers.values():
-            worker.planned = 0
             self.scheduler.freed(worker, self.book)
         for route in self.book.queues:
             self.scheduler.wake(route)
@@ -255,8 +265,7 @@ class BrokerMachine:
             if not isinstance(command, c.Submit):
                 kept.append((command, peer, msg_id))
             elif peer is not None:
-                peer.refused.append(refused(msg_id, error))
-                self._dirty[peer] = None
+                peer.refuse(refused(msg_id, error))
         self._queue = kept + self._queue
         self.intake.disk_free = min(self.intake.disk_free, 0)
         self._hold_append_until = now + RETRY_APPEND_NS
@@ -278,24 +287,23 @@ class BrokerMachine:
         submits, tallies = iter(changes.submits), iter(changes.tallies)
         touched: dict[str, None] = {}
         for command, peer, msg_id in batch:
+            here = peer is not None and peer.conn in self.peers
             if isinstance(command, c.Submit):
                 outcome = next(submits)
-                if peer is not None:
-                    self._tell_submit(peer, msg_id, outcome)
+                if peer is not None and here:
+                    self.herald.submitted(peer, msg_id, outcome)
             elif isinstance(command, c.Cancel | c.Replay | c.Purge):
                 tally = next(tallies)
-                if peer is not None:
+                if peer is not None and here:
                     self.desk.changed(peer, msg_id, command, tally)
-                    self._dirty[peer] = None
             elif isinstance(command, c.Finish | c.Fail | c.Release | c.Forfeit):
                 touched[command.worker] = None
                 if peer is not None:
-                    peer.acked = max(peer.acked, msg_id)
-                    self._dirty[peer] = None
+                    peer.ack(msg_id)
         for queue in changes.woken:
             self.scheduler.wake(queue.route)
         for settlement in changes.settlements:
-            self._tell_settled(settlement, changes)
+            self.herald.settled(settlement, changes)
             if settlement.worker:
                 touched[settlement.worker] = None
         for grant in changes.grants:
@@ -307,88 +315,10 @@ class BrokerMachine:
             if worker is not None:
                 self.scheduler.freed(worker, self.book)
 
-    def _tell_submit(self, peer: Peer, msg_id: int, outcome: SubmitOutcome) -> None:
-        self._dirty[peer] = None
-        peer.accepted.append(msg_id)
-        for offset, row in outcome.conflicts:
-            error = Conflict(
-                f"job id {row.id!r} is taken by a job with other content",
-                remedy="use another id, or the same name, payload and options",
-            )
-            peer.refused.append(refused(msg_id, error, offset))
-        for _, row in outcome.repeated:
-            self.tell_or_watch(peer, row)
-
-    def tell_or_watch(self, peer: Peer, row: Row) -> None:
-        """What became of the row, now or when it is known."""
-        self._dirty[peer] = None
-        if not isinstance(row.place, Settlement):
-            self.watchers.setdefault(row.id, {})[peer.conn] = None
-            return
-        output = self.output(row) if row.place.state == j.DONE else None
-        if output is None:
-            peer.end(p.ended(row))
-        else:
-            peer.result(p.result_run(row.place, [row], [output]))
-
-    def output(self, row: Row) -> bytes | None:
-        """The result bytes of a done job, from memory or from the journal; None if gone."""
-        if not isinstance(row.body, Kept):
-            return row.body
-        kept = row.body
-        try:
-            payload = self.journal.read(kept.index)
-        except KeyError:
-            return None
-        command = c.decode_entry(kept.index, payload).commands[kept.command]
-        output: bytes = command.outputs[kept.slot]
-        return output
-
-    def _tell_settled(self, settlement: Settlement, changes: Changes) -> None:
-        rows, start = settlement.rows, 0
-        while start < len(rows):
-            origin = rows[start].origin
-            session, wall = origin.session, origin.wall
-            stop = start + 1
-            while stop < len(rows):
-                other = rows[stop].origin
-                if other is not origin and (other.session != session or other.wall != wall):
-                    break
-                stop += 1
-            peer = self._sessions.get(session)
-            if peer is not None:
-                self._push(
-                    peer,
-                    settlement,
-                    rows[start:stop] if stop - start < len(rows) else rows,
-                    changes,
-                )
-            start = stop
-        if self.watchers:
-            for row in rows:
-                for conn in self.watchers.pop(row.id, ()):
-                    peer = self.peers.get(conn)
-                    if peer is not None and peer.session != row.origin.session:
-                        self._push(peer, settlement, [row], changes)
-
-    def _push(self, peer: Peer, settlement: Settlement, rows: list[Row], changes: Changes) -> None:
-        self._dirty[peer] = None
-        if settlement.state == j.DONE:
-            outputs: list[Any] = [row.body for row in rows]
-            if changes.large:
-                outputs = [changes.large.get(row.id, row.body) for row in rows]
-            if all(isinstance(output, bytes) for output in outputs):
-                peer.result(p.result_run(settlement, rows, outputs))
-                return
-        for row in rows:
-            if row.place is settlement:
-                peer.end(p.ended(row))
-
     def _send_grant(self, grant: Grant, owned: list[tuple[int, Row]]) -> None:
         worker = self.roster.workers.get(grant.worker.id)
         peer = self.peers.get(worker.conn) if worker is not None and worker.conn else None
         if peer is not None and owned:
-            self._dirty[peer] = None
             for run in p.assign_runs(grant, owned):
                 peer.assign(run)
 
@@ -396,11 +326,7 @@ class BrokerMachine:
         worker = self.roster.workers.get(worker_id)
         peer = self.peers.get(worker.conn) if worker is not None and worker.conn else None
         if peer is not None:
-            self._send(peer, m.Stop(grant, offsets, why))
-
-    def _send(self, peer: Peer, message: m.Message, corr_id: int = 0) -> None:
-        peer.send(message, corr_id)
-        self._dirty[peer] = None
+            peer.send(m.Stop(grant, offsets, why))
 
     # -------------------------------------------------------------- peers
 
@@ -410,7 +336,7 @@ class BrokerMachine:
             heartbeat_ns=self.config.heartbeat_ns, silence_ns=self.config.silence_ns,
             software=self.software,
         )  # fmt: skip
-        self.peers[event.conn] = Peer(event.conn, event.peer, greeter, now)
+        self.peers[event.conn] = Peer(event.conn, event.peer, greeter, now, self._dirty)
 
     def _disconnected(self, event: Disconnected, now: Instant) -> None:
         peer = self.peers.pop(event.conn, None)
@@ -419,8 +345,7 @@ class BrokerMachine:
 
     def _left(self, peer: Peer, now: Instant) -> None:
         self.relay.leave(peer)
-        if self._sessions.get(peer.session) is peer:
-            del self._sessions[peer.session]
+        self.herald.left(peer)
         worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
         if worker is not None and worker.conn == peer.conn:
             worker.conn = None
@@ -429,10 +354,8 @@ class BrokerMachine:
             self._log("info", "worker.left", worker=worker.id, held=worker.held(self.book))
 
     def _refuse_and_close(self, peer: Peer, error: EkidenError, corr_id: int = 0) -> None:
-        peer.flush()
-        peer.frames.append(refusal_frame(error, corr_id))
-        peer.closing = True
-        self._dirty[peer] = None
+        peer.send_frame(refusal_frame(error, corr_id))
+        peer.close()
         self._log("warning", "peer.refused", peer=peer.address, id=peer.id, code=error.code,
                   why=error.message)  # fmt: skip
 
@@ -454,14 +377,11 @@ class BrokerMachine:
                 if peer.greeter is not None:
                     self._refuse_and_close(peer, error, frame.msg_id)
                     return
-                peer.flush()
-                peer.frames.append(refusal_frame(error, frame.msg_id))
-                self._dirty[peer] = None
+                peer.send_frame(refusal_frame(error, frame.msg_id))
 
     def _greet(self, peer: Peer, frame: Frame) -> None:
         assert peer.greeter is not None
-        peer.frames.append(peer.greeter.receive(frame))
-        self._dirty[peer] = None
+        peer.send_frame(peer.greeter.receive(frame))
         identity = peer.greeter.identity
         if identity is None:
             return
@@ -469,7 +389,7 @@ class BrokerMachine:
         peer.greeter = None
         self._effects.append(Trust(peer.conn))
         if peer.role == m.ROLE_CLIENT:
-            self._sessions[peer.session] = peer
+            self.herald.came(peer)
 
     def _message(self, peer: Peer, frame: Frame, now: Instant) -> None:
         message = m.decode(frame.type, frame.body)
@@ -485,11 +405,9 @@ class BrokerMachine:
             case m.Join():
                 self._join(peer, message, now)
             case m.Attach():
-                unknown = [i for i in message.ids if self._attach(peer, i)]
-                self._send(peer, m.Attached(unknown), frame.msg_id)
+                self._attach(peer, frame.msg_id, message)
             case m.Ask():
                 self.desk.asked(peer, frame.msg_id, message, now)
-                self._dirty[peer] = None
             case m.Publish():
                 self.relay.publish(message)
             case m.Subscribe():
@@ -503,30 +421,25 @@ class BrokerMachine:
             case _:
                 raise BadFrame(f"{type(message).__name__} is not for a broker to hear")
 
-    def _listener(self, conn: int) -> Peer | None:
-        peer = self.peers.get(conn)
-        if peer is not None:
-            self._dirty[peer] = None
-        return peer
-
     # -------------------------------------------------------------- clients
 
     def _submit(self, peer: Peer, msg_id: int, message: m.Submit) -> None:
         try:
             command = self.intake.submit(peer.id, peer.session, message)
         except Refusal as error:
-            peer.refused.append(refused(msg_id, error))
-            self._dirty[peer] = None
+            peer.refuse(refused(msg_id, error))
             return
         self._propose(command, peer, msg_id)
 
-    def _attach(self, peer: Peer, job_id: str) -> bool:
-        """True if the id is unknown."""
-        row = self.book.find(job_id)
-        if row is None:
-            return True
-        self.tell_or_watch(peer, row)
-        return False
+    def _attach(self, peer: Peer, msg_id: int, message: m.Attach) -> None:
+        unknown: list[str] = []
+        for job_id in message.ids:
+            row = self.book.find(job_id)
+            if row is None:
+                unknown.append(job_id)
+            else:
+                self.herald.attach(peer, row)
+        peer.send(m.Attached(unknown), msg_id)
 
     def propose_for(self, peer: Peer, msg_id: int, command: c.Command) -> None:
         """A change a person asked for; the desk answers when it is applied."""
@@ -557,6 +470,8 @@ class BrokerMachine:
             old = self.peers.get(worker.conn)
             if old is not None:  # the newest connection of a worker is the one that counts
                 self._refuse_and_close(old, BadRequest("this worker id has joined from elsewhere"))
+        restarted = worker.session not in ("", peer.session)
+        lost = [(grant, offset) for grant, offset, _ in worker.running] if restarted else []
         worker.conn, worker.session, worker.heard = peer.conn, peer.session, now
         worker.slots, worker.credit = message.slots, message.credit
         worker.labels, worker.host = message.labels, message.host
@@ -564,7 +479,12 @@ class BrokerMachine:
         worker.running = []
         self.roster.join(worker, message.patterns)
         self._ghost_leases.pop(worker.id, None)
-        self._reconcile(worker, message.held)
+        if restarted and worker.id in self.book.workers:
+            # The process before took its runs with it. Were they only assigned again, a job that
+            # kills whoever runs it would do so for ever without burning an attempt.
+            self._propose(c.Forfeit(worker.id, lost))
+        else:
+            self._reconcile(worker, message.held)
         self.scheduler.freed(worker, self.book)
         self._log("info", "worker.joined", worker=worker.id, slots=worker.slots,
                   held=worker.held(self.book))  # fmt: skip
@@ -609,8 +529,7 @@ class BrokerMachine:
             elif isinstance(command, c.Finish):
                 worker.failed_in_row.clear()
         if not found:
-            peer.acked = max(peer.acked, msg_id)
-            self._dirty[peer] = None
+            peer.ack(msg_id)
 
     def _count_failures(self, worker: RosterWorker, command: c.Fail, now: Instant) -> None:
         grant = self.book.grants.get(command.grant)
@@ -651,9 +570,9 @@ class BrokerMachine:
         ):
             return
         row = grant.rows[message.offset]
-        listener = self._sessions.get(row.origin.session)
+        listener = self.herald.session(row.origin.session)
         if row.place is grant and listener is not None:
-            self._send(listener, m.JobProgress(row.id, row.attempt, message.body))
+            listener.send(m.JobProgress(row.id, row.attempt, message.body))
 
     def _bye(self, peer: Peer) -> None:
         worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
@@ -662,8 +581,7 @@ class BrokerMachine:
                 self._propose(c.Forfeit(worker.id, [(g, o) for g, o, _ in worker.running]))
             self.roster.drop(worker)
             worker.conn = None
-        peer.closing = True
-        self._dirty[peer] = None
+        peer.close()
 
     # -------------------------------------------------------------- sweeps
 
@@ -674,10 +592,9 @@ class BrokerMachine:
                 if now - peer.since > limits.HELLO_TIMEOUT_NS:
                     self._refuse_and_close(peer, BadFrame("no hello in time"))
             elif now - peer.heard > self.config.silence_ns:
-                peer.closing = True
-                self._dirty[peer] = None
+                peer.close()
             elif now - peer.spoke >= self.config.heartbeat_ns:
-                self._send(peer, m.Beat())
+                peer.send(m.Beat())
         for worker in list(self.roster.workers.values()):
             self._sweep_worker(worker, now)
         for name, deadline in list(self._ghost_leases.items()):
@@ -705,8 +622,7 @@ class BrokerMachine:
             return
         peer = self.peers.get(worker.conn) if worker.conn is not None else None
         if peer is not None:
-            peer.closing = True
-            self._dirty[peer] = None
+            peer.close()
         worker.conn = None
         started = [(grant, offset) for grant, offset, _ in worker.running]
         if worker.id in self.book.workers:
@@ -718,8 +634,8 @@ class BrokerMachine:
         if self._shutdown and self._flying is None and not self._queue:
             for peer in self.peers.values():
                 if peer.greeter is None and not peer.closing:
-                    self._send(peer, m.Bye("the broker is shutting down"))
-                    peer.closing = True
+                    peer.send(m.Bye("the broker is shutting down"))
+                    peer.close()
             self._shutdown = False
             self._effects.append(Halt())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from msgspec import Raw
 
 from ekiden import limits
@@ -17,9 +19,12 @@ _NAME_BYTES = 64  # of an id and its framing, roughly
 
 
 class Peer:
-    """One connection."""
+    """One connection. It enters itself in `dirty` when it has something to send or is to close."""
 
-    def __init__(self, conn: int, address: str, greeter: Greeter, now: int) -> None:
+    def __init__(
+        self, conn: int, address: str, greeter: Greeter, now: int, dirty: dict[Peer, None]
+    ) -> None:
+        self._dirty = dirty
         self.conn = conn
         self.address = address
         self.greeter: Greeter | None = greeter
@@ -31,6 +36,13 @@ class Peer:
         self.since = now
         self.closing = False
         self.subscriptions: dict[int, str] = {}
+        self.watching: dict[str, None] = {}
+        """Jobs of other sessions it wants to hear the end of."""
+        self.congested = False
+        self.relayed = 0
+        """Bytes of published messages sent to it since it fell behind."""
+        self.owed: deque[Row] = deque()
+        """Jobs whose end it is still to be told of, held back because it reads slowly."""
         self.frames: list[bytes] = []
         self.accepted: list[int] = []
         self.refused: list[m.Refused] = []
@@ -42,10 +54,38 @@ class Peer:
 
     def send(self, message: m.Message, corr_id: int = 0) -> None:
         """After all that was gathered before it."""
+        self.send_frame(encode_frame(message, 0, corr_id))
+
+    def send_frame(self, frame: bytes) -> None:
+        """A frame ready made, after all that was gathered before it."""
         self.flush()
-        self.frames.append(encode_frame(message, 0, corr_id))
+        self.frames.append(frame)
+        self._dirty[self] = None
+
+    def close(self) -> None:
+        """At the end of this turn, after what was sent."""
+        self.closing = True
+        self._dirty[self] = None
+
+    def accept(self, msg_id: int) -> None:
+        """The submit of that number is durable."""
+        self.accepted.append(msg_id)
+        self._dirty[self] = None
+
+    def refuse(self, refused: m.Refused) -> None:
+        """A submit, or one job of it, is not taken."""
+        if refused.offset < 0:
+            self.accepted.append(refused.message)  # the frame names every submit it answers
+        self.refused.append(refused)
+        self._dirty[self] = None
+
+    def ack(self, msg_id: int) -> None:
+        """All acks up to that number are durable."""
+        self.acked = max(self.acked, msg_id)
+        self._dirty[self] = None
 
     def _grow(self, size: int) -> None:
+        self._dirty[self] = None
         if self.size + size > _FRAME_TARGET:
             self.flush()
         self.size += size

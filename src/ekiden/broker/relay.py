@@ -1,9 +1,8 @@
-"""Publish and subscribe: never journaled, may be lost, bounded so that it cannot starve the ledger."""
+"""Publish and subscribe: never journaled, may be lost, bounded so as not to starve the ledger."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from ekiden import limits
 from ekiden.broker.peers import Peer
@@ -65,15 +64,21 @@ class Relay:
             self._backlog.popleft()
             self.dropped += 1
 
-    def pass_on(self, peer_of: Callable[[int], Peer | None]) -> None:
+    def pass_on(self, peers: dict[int, Peer]) -> None:
         """This turn's share, to every subscriber that is still there."""
         budget = limits.RELAY_MESSAGES_PER_TURN
         while self._backlog and budget > 0:
             message = self._backlog.popleft()
             budget -= 1
             for conn, sid in self._trie.match(message.subject):
-                peer = peer_of(conn)
+                peer = peers.get(conn)
                 budget -= 1
-                if peer is not None:
-                    self.delivered += 1
-                    peer.send(m.Delivery(sid, message.subject, message.payload))
+                if peer is None or peer.closing:
+                    continue
+                self.delivered += 1
+                peer.send(m.Delivery(sid, message.subject, message.payload))
+                if peer.congested:
+                    # Slow readers are dropped, so that they cost neither memory nor the others.
+                    peer.relayed += len(message.payload) + 64
+                    if peer.relayed > limits.RELAY_OUTBOX_BYTES_MAX:
+                        peer.close()

@@ -25,7 +25,7 @@ from ekiden.broker.events import (
     TakeSnapshot,
     WallClock,
 )  # fmt: skip
-from ekiden.broker.recovery import open_broker
+from ekiden.broker.recovery import Opened, open_broker
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
 from ekiden.errors import EkidenError, NoSpace
 from ekiden.journal.journal import Append
@@ -61,14 +61,7 @@ class BrokerWorld:
     async def serve(self, key: bytes) -> None:
         """Recover, listen, work until told to stop."""
         began = time.monotonic()
-        gc.disable()
-        opened = open_broker(
-            self.storage, self.config, key=key, broker_id=f"b{os.getpid()}",
-            group_id=os.urandom(16), now=time.monotonic_ns(), wall=time.time_ns(),
-            software=_software(),
-        )  # fmt: skip
-        gc.freeze()
-        gc.enable()
+        opened = self.recover(key)
         self.machine = machine = opened.machine
         machine.desk.facts = self._facts
         self.driver = driver = Driver(machine)
@@ -84,8 +77,7 @@ class BrokerWorld:
         addresses = {join_address(self.config.bind, port)}
         if self.config.advertise:
             addresses.add(self.config.advertise)
-        for address in addresses:
-            publish_key(address, key)
+        self.publish(addresses, key)
         log_effect(
             Log(
                 "info",
@@ -110,15 +102,42 @@ class BrokerWorld:
             halted.cancel()
             if driver.failed.done():
                 driver.failed.result()
-            await self._leave()
+            await self.leave()
         finally:
             ticking.cancel()
             if self._snapshotter is not None:
                 self._snapshotter.cancel()
             network.stop_listening()
             self._disk.shutdown(wait=False)
-            for address in addresses:
-                withdraw(address, key)
+            self.withdraw(addresses, key)
+
+    # -------------------------------------------------------------- what a process of its own does
+
+    def recover(self, key: bytes) -> Opened:
+        """The machine as its journal left it."""
+        gc.disable()  # a replay makes millions of objects and no garbage cycles
+        opened = self.open(key)
+        gc.freeze()
+        gc.enable()
+        return opened
+
+    def open(self, key: bytes) -> Opened:
+        """Recover the folder on behalf of this process."""
+        return open_broker(
+            self.storage, self.config, key=key, broker_id=f"b{os.getpid()}",
+            group_id=os.urandom(16), now=time.monotonic_ns(), wall=time.time_ns(),
+            software=_software(),
+        )  # fmt: skip
+
+    def publish(self, addresses: set[str], key: bytes) -> None:
+        """Let tools of this user find the key by address."""
+        for address in addresses:
+            publish_key(address, key)
+
+    def withdraw(self, addresses: set[str], key: bytes) -> None:
+        """Undo `publish`."""
+        for address in addresses:
+            withdraw(address, key)
 
     # -------------------------------------------------------------- disk
 
@@ -203,7 +222,8 @@ class BrokerWorld:
         """Finish what is being written, tell the peers, end."""
         self.driver.feed(Shutdown())
 
-    async def _leave(self) -> None:
+    async def leave(self) -> None:
+        """Hang up, and leave a snapshot behind so that the next start is quick."""
         self.network.stop_listening()
         await asyncio.wait_for(self.network.wait_closed(), CLOSE_WAIT_S)
         journal = self.machine.journal

@@ -60,8 +60,8 @@ def _choices(text: str, allowed: tuple[str, ...], option: str) -> tuple[str, ...
 @app.command()
 def noop(
     rounds: Annotated[int, typer.Option(min=1, help="How often each system has its turn.")] = 5,
-    round_s: Annotated[float, typer.Option("--round-s", help="Seconds of a round.")] = 1.5,
-    modes: Annotated[str, typer.Option(help="Of ekiden.")] = "batched,frames,clients",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a round.")] = 1.5,
+    modes: Annotated[str, typer.Option(help="Of ekiden.")] = "batch,frames,clients",
     peers: Annotated[
         str, typer.Option(help="To compare with; also: packed.")
     ] = "jetstream,prototype",
@@ -72,7 +72,7 @@ def noop(
 
     examples:
       $ ekiden bench noop
-      $ ekiden bench noop --modes batched --peers jetstream,packed --json
+      $ ekiden bench noop --modes batch --peers jetstream,packed --json
     """
     from ekiden.bench import noop as bench
 
@@ -81,7 +81,7 @@ def noop(
     _measure(
         lambda: bench.run(
             rounds=rounds,
-            round_s=round_s,
+            seconds=seconds,
             modes=asked_modes,
             peers=asked_peers,
             folder=folder,
@@ -94,13 +94,19 @@ def noop(
 @app.command()
 def latency(
     jobs: Annotated[int, typer.Option(min=1, help="How many, one after another.")] = 3000,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each system has its turn.")] = 6,
+    peers: Annotated[str, typer.Option(help="To compare with.")] = "jetstream,prototype",
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """Time from submit to result, one job at a time."""
+    """Time from submit to result, one job at a time, beside what one fdatasync takes."""
     from ekiden.bench import latency as bench
 
-    _measure(lambda: bench.run(jobs=jobs, folder=folder), as_json)
+    asked = _choices(peers, ("jetstream", "prototype"), "--peers")
+    _measure(
+        lambda: bench.run(jobs=jobs, rounds=rounds, peers=asked, folder=folder, tell=output.say),
+        as_json,
+    )
 
 
 @app.command()
@@ -121,7 +127,7 @@ def recovery(
 @app.command()
 def soak(
     seconds: Annotated[float, typer.Option(min=10.0, help="How long.")] = 300.0,
-    every_s: Annotated[float, typer.Option("--every-s", help="Seconds between samples.")] = 3.0,
+    every_s: Annotated[float, typer.Option("--every-s", min=1.0, help="Seconds of a window.")] = 10.0,
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
@@ -134,11 +140,15 @@ def soak(
 
 
 @app.command()
-def scale(as_json: Json = False) -> None:
+def scale(
+    seconds: Annotated[float, typer.Option(min=0.5, help="To watch each broker.")] = 4.0,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
     """Cost of a match and of an assign from 10 to 1,000 workers and 10,000 patterns."""
     from ekiden.bench import scale as bench
 
-    _measure(bench.run, as_json)
+    _measure(lambda: bench.run(seconds=seconds, folder=folder, tell=output.say), as_json)
 
 
 @app.command()

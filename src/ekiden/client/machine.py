@@ -44,10 +44,10 @@ from ekiden.client.contract import (
     Unsubscribing,
 )
 from ekiden.client.family import Family
-from ekiden.client.link import Link
 from ekiden.machine import Frame, Instant, Log
 from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
+from ekiden.wire.link import Link
 from ekiden.wire.messages import Delivery, ResultRun
 from ekiden.wire.session import error_from
 
@@ -118,7 +118,13 @@ class ClientMachine:
         software: str = "",
     ) -> None:
         assert 0 < batch_jobs <= limits.BATCH_JOBS_MAX
-        self.link = Link(addresses, client_id, session, key_for, jitter, software)
+
+        def hello(nonce: bytes) -> messages.HelloClient:
+            return messages.HelloClient(
+                limits.PROTOCOL_VERSION, client_id, session, nonce, software
+            )
+
+        self.link = Link(addresses, hello, key_for, jitter, beats=True)
         self._conn: int | None = None
         self._batch_jobs = batch_jobs
         # Numbers go on across connections: an answer that comes late must not fit a new question.
@@ -207,7 +213,7 @@ class ClientMachine:
                 self.link.send(b"".join(self._outbox), now)
                 self._outbox.clear()
         if self._left:
-            self.link.leave()
+            self.link.leave("client closed")
             self._conn = None
         effects = self.link.effects
         self.link.effects = []
@@ -439,7 +445,8 @@ class ClientMachine:
         refused: dict[int, list[messages.Refused]] = {}
         for refusal in message.refused:
             refused.setdefault(refusal.message, []).append(refusal)
-        for number in message.messages:
+        # A submit that was refused as a whole may be named among the refusals only.
+        for number in dict.fromkeys([*message.messages, *refused]):
             batch = self._landed(number)
             if batch is None:
                 continue

@@ -42,7 +42,8 @@ SHARDS: Final = 16
 _MASK: Final = SHARDS - 1
 
 # Empty queues and ledgers are kept for reuse up to this many, then swept: a job at a time on one
-# subject must not build and drop its queue for each.
+# subject must not build and drop its queue for each. The next sweep comes when their number has
+# doubled, so that ten thousand that are all in use are not looked through for each newcomer.
 IDLE_KEPT: Final = 4096
 
 HISTORY_MAX: Final = 64
@@ -97,6 +98,8 @@ class JobBook:
         self.results_kept = 0
         self.result_bytes = 0
         self.ids_kept = 0
+        self._sweep_clients_at = IDLE_KEPT
+        self._sweep_queues_at = IDLE_KEPT
         self._specs: dict[bytes, j.Spec] = {}
         self._changes = Changes()
         self._came_in = 0
@@ -224,16 +227,18 @@ class JobBook:
     def _client(self, client_id: str) -> ClientLedger:
         found = self.clients.get(client_id)
         if found is None:
-            if len(self.clients) >= IDLE_KEPT:
+            if len(self.clients) >= self._sweep_clients_at:
                 self.clients = {k: v for k, v in self.clients.items() if v.live}
+                self._sweep_clients_at = max(IDLE_KEPT, 2 * len(self.clients))
             found = self.clients[client_id] = ClientLedger(client_id)
         return found
 
     def _queue(self, route: j.Route) -> Queue:
         found = self.queues.get(route)
         if found is None:
-            if len(self.queues) >= IDLE_KEPT:
+            if len(self.queues) >= self._sweep_queues_at:
                 self.queues = {r: q for r, q in self.queues.items() if q.lanes or q.leased}
+                self._sweep_queues_at = max(IDLE_KEPT, 2 * len(self.queues))
             found = self.queues[route] = Queue(route)
         return found
 
@@ -276,16 +281,22 @@ class JobBook:
             if not watch.expires:
                 self._wake(watch)
                 continue
-            settlement = self._settlement(j.CANCELLED, "", 0, reason=j.EXPIRED)
-            for row in watch.rows:
-                if isinstance(row.place, Lane | Delay) and row.origin.expires_at == watch.until:
-                    self._unplace(row)
-                    self._end(row, settlement)
-            self._close(settlement)
+            self._end_waiting(
+                [
+                    row
+                    for row in watch.rows
+                    if isinstance(row.place, Lane | Delay) and row.origin.expires_at == watch.until
+                ],
+                j.EXPIRED,
+            )
 
     def _ready(self, row: Row, *, front: bool = False) -> None:
         spec = row.origin.spec
-        queue = self._queue(spec.route)
+        route = spec.route
+        if row.history is not None and row.history[-1].burned and not route.pin:
+            # A route of its own: whoever burned the last attempt is the last to be offered it.
+            route = msgspec.structs.replace(route, avoid=row.history[-1].worker)
+        queue = self._queue(route)
         lane = self._lane(queue, spec.priority, row.origin.client)
         row.place = lane
         queue.add(lane, [row], front=front)
@@ -364,7 +375,7 @@ class JobBook:
                 return
             rows = [rows[offset] for offset in command.offsets]
         if self.cancelling:
-            self._finish_cancelled(grant, rows)
+            self._finish_cancelled(grant, rows[: len(outputs)])
         settlement = self._settlement(j.DONE, command.worker, grant.wall)
         append = settlement.rows.append
         clients: dict[ClientLedger, None] = {}
@@ -385,7 +396,7 @@ class JobBook:
         self._changes.stale += len(outputs) - done
         if done:
             for offset, note in command.notes.items():
-                if offset < len(grant.rows) and grant.rows[offset].place is settlement:
+                if 0 <= offset < len(grant.rows) and grant.rows[offset].place is settlement:
                     grant.rows[offset].note = note
             settlement.bytes = size
             self._spill(settlement, rows, outputs)
@@ -552,7 +563,7 @@ class JobBook:
         return Settlement(state, worker, leased, self.time, self.wall, reason)
 
     def _end(self, row: Row, settlement: Settlement) -> None:
-        """A row without a place ends without a result; its input stays for inspection and replay."""
+        """A row without a place ends without a result; its input stays, to be seen or replayed."""
         client = row.origin.client
         client.live -= 1
         client.bytes -= len(row.body)  # type: ignore[arg-type]
@@ -582,8 +593,8 @@ class JobBook:
 
     def _cancel(self, command: c.Cancel) -> None:
         tally = self._tally()
-        settlement = self._settlement(j.CANCELLED, "", 0, reason=command.reason)
-        for job_id in command.ids:
+        waiting: list[Row] = []
+        for job_id in dict.fromkeys(command.ids):
             row = self.find(job_id)
             if row is None:
                 tally.unknown.append(job_id)
@@ -594,10 +605,18 @@ class JobBook:
                 self.cancelling.setdefault(job_id, command.reason)
                 self._changes.stops.append((row.place, row.place.rows.index(row)))
             else:
+                waiting.append(row)
+                tally.changed.append(job_id)
+        self._end_waiting(waiting, command.reason)
+
+    def _end_waiting(self, rows: list[Row], reason: str) -> None:
+        """Jobs that never began are cancelled, in settlements small enough to take rows out of."""
+        for start in range(0, len(rows), limits.GRANT_JOBS_MAX):
+            settlement = self._settlement(j.CANCELLED, "", 0, reason=reason)
+            for row in rows[start : start + limits.GRANT_JOBS_MAX]:
                 self._unplace(row)
                 self._end(row, settlement)
-                tally.changed.append(job_id)
-        self._close(settlement)
+            self._close(settlement)
 
     def _tally(self) -> Tally:
         tally = Tally()
@@ -675,11 +694,13 @@ class JobBook:
 
     def _retain(self) -> None:
         """Forget the oldest results, then the oldest ids: at least as many as came in, in bounded
-        steps, never below what was promised."""
+        steps, never below what was promised, and nothing of the present moment: it is yet to be
+        told. Settlements that were emptied count nothing here, because a snapshot does not carry
+        them."""
         settings = self.settings
         budget = 2 * self._came_in + 1000
         oldest = self.time - settings.retention_ns
-        while self.settled and budget > 0:
+        while self.settled and budget > 0 and self.settled[0].time != self.time:
             head = self.settled[0]
             full = (
                 self.results_kept - len(head.rows) >= settings.results_max
@@ -687,7 +708,7 @@ class JobBook:
             )
             if not full and head.time > oldest:
                 break
-            budget -= len(head.rows) + 1
+            budget -= len(head.rows)
             self._fade(self.settled.popleft(), early=head.time > oldest)
         budget = 2 * self._came_in + 1000
         while self.faded and budget > 0:
@@ -695,7 +716,7 @@ class JobBook:
             early = head.time > oldest
             if early and self.ids_kept - len(head.rows) < settings.ids_max:
                 break
-            budget -= len(head.rows) + 1
+            budget -= len(head.rows)
             self.faded.popleft()
             self.ids_kept -= len(head.rows)
             self.totals.evicted += len(head.rows) * early

@@ -22,6 +22,7 @@ from ekiden.core.commands import Settings
 from ekiden.core.queues import park
 from ekiden.core.rows import (
     ORDINALS,
+    ClientLedger,
     Delay,
     Grant,
     Kept,
@@ -51,6 +52,8 @@ class Columns(Struct, array_like=True):
 
 
 class Head(Struct, array_like=True, tag="head"):
+    """First of all: what is one of a kind."""
+
     applied: int
     time: int
     wall: int
@@ -64,6 +67,8 @@ class Head(Struct, array_like=True, tag="head"):
 
 
 class OriginLine(Struct, array_like=True, gc=False):
+    """An `Origin`, with names instead of references."""
+
     client: str
     session: str
     spec: bytes
@@ -74,10 +79,14 @@ class OriginLine(Struct, array_like=True, gc=False):
 
 
 class Origins(Struct, array_like=True, tag="origins"):
+    """Origins that rows of later parts refer to; numbered on from the last such part."""
+
     lines: list[OriginLine]
 
 
 class LanePart(Struct, array_like=True, tag="lane"):
+    """Rows that are ready; a long lane has several parts."""
+
     route: Route
     priority: int
     client: str
@@ -86,12 +95,16 @@ class LanePart(Struct, array_like=True, tag="lane"):
 
 
 class DelayPart(Struct, array_like=True, tag="delay"):
+    """Rows that wait for an entry's time."""
+
     until: int
     seq: int
     rows: Columns
 
 
 class WatchPart(Struct, array_like=True, tag="watch"):
+    """Rows that wait for the wall clock, or expire by it."""
+
     until: int
     seq: int
     expires: bool
@@ -102,6 +115,8 @@ class WatchPart(Struct, array_like=True, tag="watch"):
 
 
 class GrantPart(Struct, array_like=True, tag="grant"):
+    """A lease: `size` attempts once, those at `offsets` still owned."""
+
     number: int
     worker: str
     route: Route
@@ -113,6 +128,8 @@ class GrantPart(Struct, array_like=True, tag="grant"):
 
 
 class SettledPart(Struct, array_like=True, tag="settled"):
+    """Rows that ended together."""
+
     state: str
     worker: str
     leased: int
@@ -124,6 +141,8 @@ class SettledPart(Struct, array_like=True, tag="settled"):
 
 
 class Tail(Struct, array_like=True, tag="tail"):
+    """Last of all: without it the image is not whole."""
+
     parts: int
 
 
@@ -179,7 +198,7 @@ class _Writer:
 
 
 def _route_key(route: Route) -> tuple[Any, ...]:
-    return (route.subject, route.needs, route.key, route.pin)
+    return (route.subject, route.needs, route.key, route.pin, route.avoid)
 
 
 def dump(book: JobBook) -> Iterator[bytes]:
@@ -276,6 +295,10 @@ class _Reader:
         self.parts = 0
         self.complete = False
 
+    def client(self, client_id: str) -> ClientLedger:
+        """Never swept away while loading: its jobs are counted only once they are read."""
+        return self.book.clients.setdefault(client_id, ClientLedger(client_id))
+
     def rows(self, columns: Columns, place: Any) -> list[Row]:
         origins, known = self.origins, self.book.known
         mask = len(known) - 1
@@ -319,7 +342,7 @@ class _Reader:
             case Origins():
                 self.origins += [
                     Origin(
-                        book._client(o.client),
+                        self.client(o.client),
                         o.session,
                         book.spec(o.spec),
                         o.spec,
@@ -352,7 +375,7 @@ class _Reader:
     def _lane(self, part: LanePart) -> None:
         book = self.book
         queue = book._queue(part.route)
-        client = book._client(part.client)
+        client = self.client(part.client)
         lane = queue.lanes.get((part.priority, client.id))
         if lane is None:
             lane = book._lane(queue, part.priority, client)

@@ -14,7 +14,7 @@ SILENT = "silent"
 
 
 class RosterWorker:
-    """One worker that said Join. It stays here while it is silent, until its leases are forfeited."""
+    """One worker that said Join. While silent it stays here until its leases are forfeited."""
 
     def __init__(self, worker_id: str) -> None:
         self.id = worker_id
@@ -34,7 +34,9 @@ class RosterWorker:
         self.failed_in_row: dict[str, None] = {}
         self.quarantined_until = 0
         self.planned = 0
-        """Attempts planned for it in the entry that is not applied yet."""
+        """Attempts planned for it in the entry that is not applied yet, and what they need."""
+        self.planned_cpu = 0
+        self.planned_mem = 0
         self.last_use = 0
         self.stamp = 0
         """Grows with every change that may move it in a pool's order."""
@@ -67,11 +69,21 @@ class RosterWorker:
         grants = ledger.grants.values() if ledger is not None else ()
         if needs.cpu_milli:
             used = sum(g.left * g.queue.route.needs.cpu_milli for g in grants)
-            most = min(most, (self.cpu_milli - used) // needs.cpu_milli - self.planned)
+            most = min(most, (self.cpu_milli - used - self.planned_cpu) // needs.cpu_milli)
         if needs.mem_mb:
             used = sum(g.left * g.queue.route.needs.mem_mb for g in grants)
-            most = min(most, (self.mem_mb - used) // needs.mem_mb - self.planned)
+            most = min(most, (self.mem_mb - used - self.planned_mem) // needs.mem_mb)
         return most
+
+    def plan(self, count: int, needs: Needs) -> None:
+        """So many more of these are on their way to it."""
+        self.planned += count
+        self.planned_cpu += count * needs.cpu_milli
+        self.planned_mem += count * needs.mem_mb
+
+    def forget_plans(self) -> None:
+        """The entry they were in is applied, or will never be."""
+        self.planned = self.planned_cpu = self.planned_mem = 0
 
     def suits(self, needs: Needs) -> bool:
         """Whether it could ever run such a job."""

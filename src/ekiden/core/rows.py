@@ -60,7 +60,7 @@ class Kept(Struct, array_like=True, frozen=True, gc=False):
     size: int
 
 
-class Row(Struct, gc=False):
+class Row(Struct, gc=False, eq=False):
     """One job. `body` is its input until it is done and its output from then on; None once the
     bytes are past their retention."""
 

@@ -80,6 +80,7 @@ class Scheduler:
         self._pools: dict[Route, Pool] = {}
         self._by_workers: dict[tuple[str, ...], Pool] = {}
         self._of_worker: dict[str, list[Pool]] = {}
+        self._planned: list[RosterWorker] = []
         self._version = -1
         self._uses = 0
 
@@ -124,12 +125,19 @@ class Scheduler:
             plans.append(Assign(worker.id, route, count))
             taken[route] = taken.get(route, 0) + count
             self._uses += 1
-            worker.planned += count
+            worker.plan(count, route.needs)
+            self._planned.append(worker)
             worker.last_use = self._uses
             worker.stamp += 1
             if available > count:
                 ring[route] = None
         return plans
+
+    def forget_plans(self) -> None:
+        """The last plan is in the book now, or was withdrawn."""
+        for worker in self._planned:
+            worker.forget_plans()
+        self._planned.clear()
 
     def waiting_on(self, route: Route, book: JobBook) -> list[RosterWorker]:
         """Workers that may take the route, busy or not: why a job waits."""
@@ -178,19 +186,21 @@ class Scheduler:
         needs = route.needs
         if route.key:
             return self._sticky(pool, route, book)
-        if not (needs.cpu_milli or needs.mem_mb):
+        if not (needs.cpu_milli or needs.mem_mb or route.avoid):
             worker = pool.best(book, self.roster)
             return worker, worker.free(book) if worker is not None else 0
         roomy = [
-            (w.held(book), w.last_use, w.id, w) for w in pool.workers if w.room(needs, book) > 0
+            (w.id == route.avoid, w.held(book), w.last_use, w.id, w)
+            for w in pool.workers
+            if w.room(needs, book) > 0
         ]
         if not roomy:
             return None, 0
-        worker = min(roomy)[3]
+        worker = min(roomy)[-1]
         return worker, worker.room(needs, book)
 
     def _sticky(self, pool: Pool, route: Route, book: JobBook) -> tuple[RosterWorker | None, int]:
-        """Rendezvous hashing: one key, one worker, and few keys move when a worker comes or goes."""
+        """Rendezvous hashing: one key, one worker, and few keys move when workers change."""
         key = route.key.encode()
         able = [w for w in pool.workers if w.conn is not None and not w.draining]
         if not able:

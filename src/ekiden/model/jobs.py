@@ -43,7 +43,7 @@ class Needs(Struct, array_like=True, frozen=True, order=True):
 
 
 class Route(Struct, array_like=True, frozen=True):
-    """Where a job waits and who may take it. Jobs of one route are interchangeable to the planner."""
+    """Where a job waits and who may take it: jobs of one route are alike to the planner."""
 
     subject: str
     needs: Needs = Needs()
@@ -51,6 +51,8 @@ class Route(Struct, array_like=True, frozen=True):
     """Sticky key: jobs of one key go to one worker while it lives."""
     pin: str = ""
     """Only this worker may take the job."""
+    avoid: str = ""
+    """Set by the book on a retry, never by a client: this worker only if no other has room."""
 
 
 class Spec(Struct, array_like=True, frozen=True):

@@ -9,6 +9,7 @@ Bytes are shown by their length only: payloads and keys do not belong in logs.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import MutableMapping
@@ -50,7 +51,15 @@ def set_up_logs(
 
 
 def log_effect(effect: Log) -> None:
-    """Write what a machine wants to be known. A log that cannot be written ends nothing."""
+    """Write what a machine wants to be known. A log that cannot be written ends nothing.
+
+    In a program that has not set up our logs it goes through `logging`, which shows warnings only.
+    """
+    if not structlog.is_configured():
+        said = " ".join(f"{name}={shown(value)}" for name, value in effect.facts.items())
+        level = _LEVEL_NUMBERS.get(effect.level, 20)
+        logging.getLogger("ekiden").log(level, "%s  %s", effect.event, said)
+        return
     facts = {f"{k}_" if k in _OWN_KEYS else k: value for k, value in effect.facts.items()}
     try:
         structlog.get_logger().log(_LEVEL_NUMBERS.get(effect.level, 20), effect.event, **facts)

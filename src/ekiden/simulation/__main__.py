@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from ekiden.simulation.cluster import Outcome, simulate
 from ekiden.simulation.mutants import MUTANTS, hunt
+from ekiden.simulation.trial import Outcome, simulate
 
 COMMAND = "python -m ekiden.simulation"
 

@@ -1,123 +1,112 @@
 """The promises, checked from outside while a simulated grid runs.
 
-The checkers trust nothing the broker says of itself. They read the disk: whatever a sync has made
-safe is decoded and applied to a book of their own, the *mirror*, from entry 1 on and never from a
-snapshot. Every frame the broker sends is held against it:
+The checkers trust nothing the broker says of itself. What is on its disk they know from the mirror,
+what was run from the workers' executors, what was told from the frames and from the clients:
 
-- I1  what is answered with Accepted is in the mirror, and stays there;
-- I2  a result is told only if the mirror holds it; it is one that a run of that very attempt
-      produced; a job that is done never changes;
-- I3  after every start the broker's book equals the mirror, which replayed everything;
-- I5  an Assign names leases the mirror holds;
-- I6  after the heal every accepted job ends, and every client hears of it;
-- I8  at rest nothing is left over: no unconfirmed acks, no open batches, no dead connections;
-- I9  only expected refusals are heard; nothing is sent by a broker that is not yet, or no longer,
-      entitled to.
+- I1  what is answered with Accepted is in the mirror, under the content it was sent with, and stays
+      there; no broker claims not to know it;
+- I2  a result is told only if the mirror holds it, is one that a run of that very attempt brought,
+      and never changes; no outcome but that of a replayed job does;
+- I3  after every start the broker's book equals the mirror, and all along the way their digests do;
+- I5  an Assign names leases the mirror holds for that worker, no grant number is used twice, and no
+      job is leased before its delay is over or out of its client's order;
+- I6  after the heal every accepted job ends, and every future of every client resolves, once;
+- I8  at rest nothing is left over: no unconfirmed acks, no open batches; and no journal fills with
+      entries that change nothing;
+- I9  only expected refusals are heard, nothing is sent by a broker that has not recovered, nothing
+      ends as cancelled that nobody cancelled.
 
-A lease may be forfeited only if the worker was really silent, whatever wall clocks say; a worker
-never holds more leases than the credit it gave.
+Beside them: a lease is forfeited only if the worker was silent for as long as it may be, whatever
+wall clocks say, and no worker and no client ever holds more attempts than its credit or cap. (I4 is
+about elections and I7 about files: neither exists here.)
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from hashlib import sha256
+from typing import Any
 
+from ekiden.config import BrokerConfig
 from ekiden.core import commands
 from ekiden.core.book import JobBook
+from ekiden.core.effects import Changes
 from ekiden.core.image import fingerprint
 from ekiden.core.invariants import check
 from ekiden.core.rows import Grant, Kept, Row, Settlement
-from ekiden.journal.records import HEADER_BYTES, RECORD_BYTES, crc_seed, decode_record
-from ekiden.model.jobs import DONE, TERMINAL
-from ekiden.simulation.network import Party, body_of
-from ekiden.simulation.world import Violation
+from ekiden.limits import NS
+from ekiden.machine import Frame
+from ekiden.model.jobs import CANCELLED, DONE, EXPIRED, TERMINAL, Route
+from ekiden.simulation.disk import SimDisk
+from ekiden.simulation.mirror import Mirror
+from ekiden.simulation.network import Network, Party, body_of
+from ekiden.simulation.plans import JobPlan
+from ekiden.simulation.world import Universe, Violation
 from ekiden.wire import messages
 from ekiden.wire.messages import TYPE_OF
 
-if TYPE_CHECKING:
-    from ekiden.simulation.cluster import Grid
+BROKER = "broker"
 
 _ACCEPTED = TYPE_OF[messages.Accepted]
 _RESULTS = TYPE_OF[messages.Results]
+_ATTACHED = TYPE_OF[messages.Attached]
 _ASSIGN = TYPE_OF[messages.Assign]
 _SUBMIT = TYPE_OF[messages.Submit]
+_HELLO_WORKER = TYPE_OF[messages.HelloWorker]
 _JOIN = TYPE_OF[messages.Join]
 _CREDIT = TYPE_OF[messages.Credit]
+_BYE = TYPE_OF[messages.Bye]
+_FIRST_WORKER_TYPE = TYPE_OF[messages.Assign]
 
 _EXPECTED_REFUSALS = frozenset({"conflict", "disk_full", "queue_full", "unknown_job"})
 _EXPECTED_ASK_REFUSALS = frozenset(
     {"unknown_job", "unknown_worker", "connection_lost", "disk_full"}
 )
 
+# A forfeit that was decided may take this long to reach the disk (a full one, above all), and the
+# worker may be back before it does.
+_FORFEIT_UNDER_WAY_NS = 60 * NS
 
-class Mirror:
-    """The book as the disk has it, replayed from the first entry, and what it ever contained."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.book = JobBook()
-        self.leases: dict[tuple[int, int], tuple[str, int, str]] = {}
-        """(grant, offset) → job, attempt, worker; of all times."""
-        self.done: dict[str, tuple[bytes | None, int]] = {}
-        """Job → output (None if it lies in the journal) and attempt."""
-        self.digests: list[bytes] = []
-        self._grid = grid
-        self._read_upto: dict[str, int] = {}
-
-    def synced(self, name: str) -> None:
-        """A file became safe: apply what is new in it."""
-        if not name.startswith("segment-") or not name.endswith(".log"):
-            return
-        disk = self._grid.disk
-        at = self._read_upto.get(name, HEADER_BYTES)
-        data = disk.read(name)
-        if len(data) <= at:
-            return
-        seed = crc_seed(data[HEADER_BYTES - 20 : HEADER_BYTES - 4])
-        while (found := decode_record(data, at, seed)) is not None:
-            index, _, payload = found
-            at += RECORD_BYTES + len(payload)
-            self._apply(index, payload)
-        self._read_upto[name] = at
-
-    def state_of(self, job: str) -> str:
-        """The state of a job, roughly."""
-        row = self.book.find(job)
-        if row is None:
-            return "unknown"
-        if isinstance(row.place, Settlement):
-            return row.place.state
-        return f"leased to {row.place.worker.id}" if isinstance(row.place, Grant) else "waiting"
-
-    def _apply(self, index: int, payload: bytes) -> None:
-        book = self.book
-        if index <= book.applied:
-            raise Violation("I3", f"entry {index} was written twice")
-        if index != book.applied + 1:
-            raise Violation("I3", f"entry {index} was written after {book.applied}")
-        entry = commands.decode_entry(index, payload)
-        try:
-            changes = book.apply(entry)
-        except Exception as error:
-            raise Violation("bug", f"apply raised {error!r} at entry {index}") from error
-        self._grid.checkers.applied(entry, changes)
+# A submit that turns out to be a repeat leaves an assign without jobs; a few in a row are no loop.
+_IDLE_ENTRIES_MAX = 8
 
 
 class Checkers:
-    """All checks of one world."""
+    """All checks of one world. Hears of everything; raises Violation at the first broken promise."""
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self.mirror = Mirror(grid)
+    def __init__(
+        self,
+        universe: Universe,
+        network: Network,
+        disk: SimDisk,
+        config: BrokerConfig,
+        plans: dict[str, JobPlan],
+    ) -> None:
+        self.universe = universe
+        self.mirror = Mirror(disk, self.applied)
         self.accepted: dict[str, None] = {}
-        self._submits: dict[tuple[str, int, int], list[str]] = {}
+        """Jobs that a broker said it has accepted, to whomever."""
+        self._config = config
+        self._plans = plans
+        self._entitled = False
+        self._submits: dict[tuple[str, int, int], messages.Submit] = {}
         self._produced: dict[str, dict[bytes, int]] = {}
-        self._credit: dict[str, tuple[int, int]] = {}
-        self._cancels: dict[str, None] = {}
+        self._leases: dict[tuple[int, int], tuple[str, int, str]] = {}
+        """(grant, offset) → job, attempt, worker; of all times."""
+        self._attempts: dict[str, int] = {}
+        self._done: dict[str, tuple[bytes | None, int]] = {}
+        """Job → output (None if it lies in the journal) and attempt."""
         self._told: dict[str, tuple[bytes, int]] = {}
-        self._last_heard: dict[str, int] = {}
-        grid.network.on_send = self.sent
-        grid.network.on_deliver = self.delivered
-        grid.disk.on_operation = self.operated
+        self._told_ended: dict[str, str] = {}
+        self._credit: dict[str, int] = {}
+        self._cancels: dict[str, None] = {}
+        self._replayed: dict[str, None] = {}
+        self._silences = Silences(universe, config)
+        self._places: dict[str, int] = {}
+        self._line: dict[tuple[Route, int, str], int] = {}
+        self._idle_entries = 0
+        network.on_send = self.sent
+        network.on_deliver = self.delivered
+        disk.on_operation = self.operated
 
     # -------------------------------------------------------------- what they watch
 
@@ -130,29 +119,35 @@ class Checkers:
         self, sender: Party, receiver: Party, kind: int, msg_id: int, corr_id: int, raw: bytes
     ) -> None:
         """A frame left a process."""
-        if sender is self.grid.broker:
-            if not self.grid.broker.entitled:
-                raise Violation(
-                    "I9", f"the broker spoke to {receiver.name} before it had recovered"
-                )
+        if sender.name == BROKER:
+            if not self._entitled:
+                raise Violation("I9", f"the broker spoke to {receiver.name} before it had recovered")
             if kind == _ASSIGN:
                 self._check_assign(receiver, messages.decode(kind, body_of(raw)))
             elif kind == _ACCEPTED:
                 self._check_accepted(receiver, messages.decode(kind, body_of(raw)))
             elif kind == _RESULTS:
                 self._check_results(messages.decode(kind, body_of(raw)))
+            elif kind == _ATTACHED:
+                self._check_attached(messages.decode(kind, body_of(raw)))
         elif kind == _SUBMIT:
             submit: Any = messages.decode(kind, body_of(raw))
-            self._submits[sender.name, sender.incarnation, msg_id] = submit.ids
+            self._submits[sender.name, sender.incarnation, msg_id] = submit
         elif kind in (_JOIN, _CREDIT):
             said: Any = messages.decode(kind, body_of(raw))
-            before = self._credit.get(sender.name, (0, 0))
-            self._credit[sender.name] = (before[1], said.credit)
+            self._credit[sender.name] = max(self._credit.get(sender.name, 0), said.credit)
 
-    def delivered(self, sender: Party, receiver: Party, frame: Any) -> None:
+    def delivered(self, sender: Party, receiver: Party, frame: Frame) -> None:
         """A frame reached a process."""
-        if receiver is self.grid.broker:
-            self._last_heard[sender.name] = self.grid.universe.now
+        if receiver.name != BROKER:
+            return
+        if frame.type == _HELLO_WORKER:
+            hello: Any = messages.decode(frame.type, frame.body)
+            self._silences.greeted(sender.name, hello.session)
+        elif frame.type == _BYE:
+            self._silences.left(sender.name)
+        elif frame.type == _JOIN or frame.type >= _FIRST_WORKER_TYPE:
+            self._silences.heard(sender.name)
 
     def wants_cancel(self, jobs: list[str]) -> None:
         """Somebody is about to cancel these: only they may end as cancelled."""
@@ -165,7 +160,7 @@ class Checkers:
         for run in message.runs:
             for at, job in enumerate(run.ids):
                 attempt = run.attempts[at] if run.attempts else 1
-                lease = self.mirror.leases.get((run.grant, run.first + at))
+                lease = self._leases.get((run.grant, run.first + at))
                 if lease != (job, attempt, receiver.name):
                     raise Violation(
                         "I5",
@@ -176,34 +171,48 @@ class Checkers:
     def _check_accepted(self, receiver: Party, message: Any) -> None:
         refused = {(each.message, each.offset) for each in message.refused}
         for number in message.messages:
-            jobs = self._submits.get((receiver.name, receiver.incarnation, number))
-            if jobs is None:
+            submit = self._submits.get((receiver.name, receiver.incarnation, number))
+            if submit is None:
                 raise Violation("I9", f"{receiver.name} got an answer to a submit it never sent")
-            for offset, job in enumerate(jobs):
+            for offset, job in enumerate(submit.ids):
                 if (number, offset) in refused or (number, -1) in refused:
                     continue
-                if self.mirror.book.find(job) is None:
+                held = self.mirror.digest_of(job)
+                if not held:
                     raise Violation("I1", f"{job} was accepted but is not on disk")
+                if held != submit.digests[8 * offset : 8 * offset + 8]:
+                    raise Violation("I1", f"{job} was accepted, but the disk has other content")
                 self.accepted[job] = None
 
     def _check_results(self, message: Any) -> None:
         for run in message.runs:
             for at, job in enumerate(run.ids):
                 told = (run.outputs[at], run.attempts.get(at, 1))
-                held = self.mirror.done.get(job)
+                held = self._done.get(job)
                 if held is None:
                     raise Violation("I2", f"a result of {job} was told, but none is on disk")
-                if held[0] is not None and held != told:
+                if told[1] != held[1] or (held[0] is not None and held[0] != told[0]):
                     raise Violation("I2", f"{job}: told {told}, on disk {held}")
                 self._check_produced(job, *told)
                 if self._told.setdefault(job, told) != told:
                     raise Violation("I2", f"the result of {job} changed to {told}")
         for ended in message.ended:
-            row = self.mirror.book.find(ended.id)
-            if row is not None and not isinstance(row.place, Settlement):
-                raise Violation(
-                    "I2", f"{ended.id} was told as {ended.state}, but it is not settled"
-                )
+            self._check_ended(ended)
+
+    def _check_ended(self, ended: messages.Ended) -> None:
+        job, state = ended.id, ended.state
+        row = self.mirror.book.find(job)
+        if job not in self._replayed and (row is None or not isinstance(row.place, Settlement)):
+            raise Violation("I2", f"{job} was told as {state}, but it is not settled")
+        before = self._told_ended.setdefault(job, state)
+        if job not in self._replayed and (before != state or (job in self._told and state != DONE)):
+            raise Violation("I2", f"{job} was told as {before}, now as {state}")
+        self._told_ended[job] = state
+
+    def _check_attached(self, message: Any) -> None:
+        for job in message.unknown:
+            if job in self.accepted:
+                raise Violation("I1", f"the broker does not know {job}, which was accepted")
 
     def _check_produced(self, job: str, output: bytes, attempt: int) -> None:
         really = self._produced.get(job, {}).get(output)
@@ -218,48 +227,94 @@ class Checkers:
 
     # -------------------------------------------------------------- entries that became safe
 
-    def applied(self, entry: commands.Entry, changes: Any) -> None:
+    def applied(self, entry: commands.Entry, changes: Changes) -> None:
         """An entry is on disk and in the mirror."""
+        for command in entry.commands:
+            match command:
+                case commands.Forfeit():
+                    self.universe.count("leases forfeited")
+                    self._silences.check_forfeit(command.worker)
+                case commands.Submit():
+                    for job in command.ids:
+                        self._places.setdefault(job, len(self._places))
+                case commands.Replay():
+                    self._replayed.update(dict.fromkeys(command.ids))
+        for outcome in changes.submits:
+            for _ in outcome.repeated:
+                self.universe.count("job submitted again")
+            for _ in outcome.conflicts:
+                self.universe.count("conflicting content")
+        for _ in range(changes.stale):
+            self.universe.count("outcome of a ghost")
         for grant in changes.grants:
-            for offset, row in enumerate(grant.rows):
-                key = (grant.number, offset)
-                if key in self.mirror.leases:
-                    raise Violation("I2", f"grant number {grant.number} was used twice")
-                self.mirror.leases[key] = (row.id, row.attempt, grant.worker.id)
-            self._check_credit(grant)
+            self._granted(grant, entry)
         for settlement in changes.settlements:
             for row in settlement.rows:
                 self._settled(row, settlement)
-        for command in entry.commands:
-            if isinstance(command, commands.Forfeit):
-                self._check_forfeit(command)
+        self._check_idle(entry, changes)
+
+    def _granted(self, grant: Grant, entry: commands.Entry) -> None:
+        worker = grant.worker
+        for offset, row in enumerate(grant.rows):
+            key = (grant.number, offset)
+            if key in self._leases:
+                raise Violation("I5", f"grant number {grant.number} was used twice")
+            self._leases[key] = (row.id, row.attempt, worker.id)
+            if row.attempt <= self._attempts.get(row.id, 0):
+                raise Violation("I5", f"{row.id} was leased twice as attempt {row.attempt}")
+            self._attempts[row.id] = row.attempt
+            self._check_turn(row, entry)
+            cap = self._config.client_cap
+            if cap and row.origin.client.inflight > cap:
+                raise Violation("credit", f"{row.origin.client.id} has more than {cap} in flight")
+        allowed = self._credit.get(worker.id, 0)
+        if worker.held > allowed:
+            raise Violation("credit", f"{worker.id} holds {worker.held}, it allowed {allowed}")
+
+    def _check_turn(self, row: Row, entry: commands.Entry) -> None:
+        """First attempts go out in the order of acceptance, and not before their time."""
+        if row.attempt > 1 or row.id in self._replayed:
+            return
+        terms = self._plans[row.id].terms
+        if terms.delay_ns:
+            if entry.time < row.origin.time + terms.delay_ns:
+                raise Violation("I5", f"{row.id} was leased before its delay was over")
+        elif not terms.not_before:
+            spec = row.origin.spec
+            line = (spec.route, spec.priority, row.origin.client.id)
+            place = self._places[row.id]
+            if place < self._line.get(line, -1):
+                raise Violation("I5", f"{row.id} was leased after a job that was accepted later")
+            self._line[line] = place
 
     def _settled(self, row: Row, settlement: Settlement) -> None:
-        if row.id in self.mirror.done:
+        if row.id in self._done:
             raise Violation("I2", f"{row.id} was done and is settled again as {settlement.state}")
         if settlement.state == DONE:
             output = None if isinstance(row.body, Kept) else row.body
             if output is not None:
                 self._check_produced(row.id, output, row.attempt)
-            self.mirror.done[row.id] = (output, row.attempt)
+            self._done[row.id] = (output, row.attempt)
+        elif settlement.state == CANCELLED:
+            expired = settlement.reason == EXPIRED and self._plans[row.id].terms.expires_at
+            if not expired and row.id not in self._cancels:
+                raise Violation("I9", f"{row.id} ended as cancelled, but nobody asked for it")
 
-    def _check_credit(self, grant: Any) -> None:
-        allowed = max(self._credit.get(grant.worker.id, (0, 0)))
-        if grant.worker.held > allowed:
-            raise Violation(
-                "credit", f"{grant.worker.id} holds {grant.worker.held}, it allowed {allowed}"
-            )
-
-    def _check_forfeit(self, command: commands.Forfeit) -> None:
-        broker = self.grid.broker
-        heard = max(self._last_heard.get(command.worker, 0), broker.listening_since)
-        silent = self.grid.universe.now - heard
-        if silent < broker.patience_ns:
-            raise Violation(
-                "lease", f"{command.worker} lost its leases after {silent / 1e9:.1f} s of silence"
-            )
+    def _check_idle(self, entry: commands.Entry, changes: Changes) -> None:
+        """A broker that proposes what changes nothing proposes it again, for ever."""
+        planned = all(isinstance(c, commands.Tick | commands.Assign) for c in entry.commands)
+        if not planned or changes.grants or changes.settlements or changes.woken:
+            self._idle_entries = 0
+            return
+        self._idle_entries += 1
+        if self._idle_entries > _IDLE_ENTRIES_MAX:
+            raise Violation("I8", f"{self._idle_entries} entries in a row changed nothing, last {entry.commands}")
 
     # -------------------------------------------------------------- what others report
+
+    def recovering(self) -> None:
+        """A broker's new life begins; it may not speak yet."""
+        self._entitled = False
 
     def recovered(self, book: JobBook) -> None:
         """The broker has a book again and is about to listen."""
@@ -270,87 +325,123 @@ class Checkers:
             raise Violation(
                 "I3", f"the recovered book differs from a full replay of {book.applied}"
             )
-        self._keep_accepted()
+        self.check_kept()
+        self._entitled = True
+        self._silences.listening()
 
-    def _keep_accepted(self) -> None:
+    def check_kept(self) -> None:
+        """Everything that was accepted is still known."""
         for job in self.accepted:
             if self.mirror.book.find(job) is None:
                 raise Violation("I1", f"{job} was accepted and is gone")
+
+    def given(self, worker: str, job: str, body: bytes) -> None:
+        """A worker was given a job to run."""
+        if sha256(body).digest()[:8] != self.mirror.digest_of(job):
+            raise Violation("I1", f"{worker} was given {job} with a body nobody submitted")
+
+    def began(self, worker: str, job: str, attempt: int) -> None:
+        """A run began."""
+        if job in self._done and self._done[job][1] < attempt:
+            raise Violation("I2", f"{job} is done and runs again as attempt {attempt}")
 
     def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
         """A run produced this."""
         self._produced.setdefault(job, {})[output] = attempt
 
-    def began(self, worker: str, job: str, attempt: int) -> None:
-        """A run began."""
-        if job in self.mirror.done and self.mirror.done[job][1] < attempt:
-            raise Violation("I2", f"{job} is done and runs again as attempt {attempt}")
-
     def heard(self, client: str, job: str, what: str, detail: Any) -> None:
         """A client was told something."""
-        if what == "done":
-            held = self.mirror.done.get(job)
-            if held is None or (held[0] is not None and held[0] != detail[0]):
-                raise Violation("I2", f"{client} got a result of {job} that is not recorded")
-        elif what == "refused":
-            handle, error = detail
-            if error.code not in _EXPECTED_REFUSALS:
-                raise Violation("I9", f"{client}: {job} refused with {error.code}: {error}")
-            self._check_refusal(client, job, handle, error)
-        elif what == "ask refused":
-            asked, error = detail
-            if error.code not in _EXPECTED_ASK_REFUSALS:
-                raise Violation("I9", f"{client}: {asked[1]} refused with {error.code}: {error}")
-        elif what == "ended" and detail.state == "cancelled":
-            plan = self.grid.plans[job]
-            if job not in self._cancels and not plan.terms.expires_at:
-                raise Violation("I9", f"{job} ended as cancelled, but nobody asked for it")
+        match what:
+            case "accepted":
+                if self.mirror.book.find(job) is None:
+                    raise Violation("I1", f"{client} was told that {job} is accepted; it is not")
+            case "done":
+                held = self._done.get(job)
+                if held is None or (held[0] is not None and held[0] != detail):
+                    raise Violation("I2", f"{client} got a result of {job} that is not recorded")
+            case "refused":
+                self._check_refusal(client, job, *detail)
+            case "ask refused":
+                asked, error = detail
+                if error.code not in _EXPECTED_ASK_REFUSALS:
+                    raise Violation("I9", f"{client}: {asked} refused with {error.code}: {error}")
 
     def _check_refusal(self, client: str, job: str, handle: Any, error: Any) -> None:
-        plan = self.grid.plans.get(job)
-        same = plan is not None and handle.body == plan.body
-        if error.code == "conflict" and same:
-            row = self.mirror.book.find(job)
-            if row is not None and job in self.accepted:
+        if error.code not in _EXPECTED_REFUSALS:
+            raise Violation("I9", f"{client}: {job} refused with {error.code}: {error}")
+        if error.code == "conflict":
+            held = self.mirror.digest_of(job)
+            if held == sha256(handle.body).digest()[:8]:
                 raise Violation("I9", f"{job} was refused as a conflict with itself")
 
     # -------------------------------------------------------------- from time to time, and at the end
 
-    def check_book(self) -> None:
-        """The mirror is sound in itself."""
+    def check_book(self, live: JobBook | None) -> None:
+        """The mirror is sound in itself, and so is the broker's book, which is no other."""
+        mirror = self.mirror.book
         try:
-            check(self.mirror.book)
+            check(mirror)
+            if live is not None:
+                check(live)
         except AssertionError as broken:
             raise Violation("book", f"an invariant of the book does not hold: {broken}") from broken
+        if live is not None and live.applied == mirror.applied and live.digest != mirror.digest:
+            raise Violation("I3", f"the broker's book differs from the disk at {live.applied}")
 
-    def _open(self) -> list[str]:
-        return [job for job in self.accepted if self.mirror.state_of(job) not in TERMINAL]
-
-    def all_ended(self) -> bool:
-        """Every accepted job has ended, and every program knows how its jobs ended."""
-        return not self._open() and not self._waiting_clients()
-
-    def _waiting_clients(self) -> list[str]:
+    def open_jobs(self) -> list[str]:
+        """Accepted jobs that have not ended, and where they are."""
         return [
-            f"{client.name} waits for {job}"
-            for client in self.grid.clients
-            for job in client.ordered
-            if job not in client.settled
+            f"{job} is {state}"
+            for job in self.accepted
+            if (state := self.mirror.state_of(job)) not in TERMINAL
         ]
 
-    def why_not_ended(self) -> str:
-        """What is still open, for people."""
-        open_jobs = [f"{job} is {self.mirror.state_of(job)}" for job in self._open()]
-        return "after the heal " + ", ".join([*open_jobs, *self._waiting_clients()][:5])
 
-    def check_rest(self) -> None:
-        """Nothing is left over once everything has ended."""
-        self._keep_accepted()
-        for worker in self.grid.workers:
-            machine: Any = worker.machine
-            if machine is None or machine.held:
-                raise Violation("I8", f"{worker.name} still holds {machine and machine.held}")
-        for client in self.grid.clients:
-            machine = client.machine
-            if machine is None or machine.pending or machine.open_jobs:
-                raise Violation("I8", f"{client.name} still has open jobs")
+class Silences:
+    """How long each worker has been silent, as a broker must see it."""
+
+    def __init__(self, universe: Universe, config: BrokerConfig) -> None:
+        self._universe = universe
+        self._config = config
+        self._listening_since = 0
+        self._heard: dict[str, int] = {}
+        self._sessions: dict[str, str] = {}
+        self._excused: dict[str, int] = {}
+        """Worker → when it last gave reason to take its leases away."""
+
+    def listening(self) -> None:
+        """A broker begins to listen: it has heard nobody yet."""
+        self._listening_since = self._universe.now
+        self._heard.clear()
+        self._sessions.clear()
+
+    def heard(self, worker: str) -> None:
+        """The worker spoke."""
+        if self._is_long(worker):
+            self.left(worker)
+        self._heard[worker] = self._universe.now
+
+    def greeted(self, worker: str, session: str) -> None:
+        """The worker introduced itself: another process of that name has lost the leases."""
+        if self._sessions.setdefault(worker, session) != session:
+            self._sessions[worker] = session
+            self.left(worker)
+
+    def left(self, worker: str) -> None:
+        """From here on its leases may be taken away."""
+        self._excused[worker] = self._universe.now
+
+    def check_forfeit(self, worker: str) -> None:
+        """Its leases are taken away."""
+        if self._is_long(worker):
+            return
+        excuse = self._excused.get(worker)
+        if excuse is None or self._universe.now - excuse > _FORFEIT_UNDER_WAY_NS:
+            silent = self._universe.now - self._heard.get(worker, self._listening_since)
+            raise Violation("lease", f"{worker} lost its leases after {silent / NS:.1f} s of silence")
+
+    def _is_long(self, worker: str) -> bool:
+        config = self._config
+        if worker in self._heard:
+            return self._universe.now - self._heard[worker] >= config.silence_ns
+        return self._universe.now - self._listening_since >= config.rejoin_grace_ns

@@ -1,92 +1,67 @@
-"""A whole grid in a seeded universe: one broker with its disk, workers, clients, and their troubles.
-
-`simulate` runs one seed in two phases. In the first, users use the grid and misuse it while faults
-strike; only promises of safety are checked. Then everything heals, and every accepted job must end
-within a bound. The checkers watch from outside: frames, the disk, and what clients are told.
-"""
+"""A whole grid in a seeded universe: one broker with its disk, workers, clients, checkers."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from typing import Any
+from random import Random
 
-from msgspec import Struct
-
+from ekiden.config import BrokerConfig
 from ekiden.limits import NS
 from ekiden.simulation.broker import SimBroker
 from ekiden.simulation.checkers import Checkers
 from ekiden.simulation.disk import SimDisk
-from ekiden.simulation.faults import Faults
 from ekiden.simulation.network import Network
 from ekiden.simulation.plans import JobPlan
 from ekiden.simulation.processes import Process
 from ekiden.simulation.roles import SimClient, SimWorker
-from ekiden.simulation.workload import Workload
-from ekiden.simulation.world import MS, Universe, Violation
-
-# Jobs that lose a worker wait for the lease, those that fail for their backoff; this much comes on
-# top for queueing, reconnecting and the runs themselves.
-LIVENESS_NS = 60 * NS
-
-# How long after the last job has ended everything must have come to rest.
-REST_NS = 8 * NS
-
-CHECK_EVERY_EVENTS = 400
-
-
-class Outcome(Struct):
-    """What became of one seed. `violation` is empty if every promise held."""
-
-    seed: int
-    trace: str
-    violation: str = ""
-    virtual_ns: int = 0
-    events: int = 0
-    counts: dict[str, int] = {}
-    story: list[str] = []
+from ekiden.simulation.world import MS, Universe
 
 
 class Grid:
-    """One world. `parts` replaces classes of it: that is how mutants are planted."""
+    """One world and all that lives in it. How large it is, and how set up, the seed decides."""
 
-    def __init__(self, seed: int, *, keep_trace: bool = False, **parts: Any) -> None:
+    def __init__(self, seed: int, *, keep_trace: bool = False) -> None:
         self.universe = universe = Universe(seed, keep_trace=keep_trace)
+        self.dice = universe.chance("grid")
         self.plans: dict[str, JobPlan] = {}
         self.disk = SimDisk(universe.chance("disk"))
-        self.disk_slowness_ns = 0
         self.network = Network(universe)
-        dice = universe.chance("grid")
-        self.checkers = Checkers(self)
-        make_broker: Callable[[Grid], SimBroker] = parts.get("broker", SimBroker)
-        self.broker = make_broker(self)
-        self.workers = [
-            SimWorker(
-                universe,
-                self.network,
-                f"w{number}",
-                plans=self.plans,
-                watcher=self.checkers,
-                slots=dice.choice((1, 2, 4)),
-                # The first can do everything, so that no job waits for ever.
-                patterns=[">"]
-                if number == 0
-                else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
-                labels={"gpu": "yes"} if number == 0 or dice.random() < 0.3 else {},
-                slowness=dice.choice((1, 1, 1, 5)),
-                **parts.get("worker", {}),
-            )
-            for number in range(dice.choice((1, 2, 3, 4)))
-        ]
+        self.config = _make_config(self.dice)
+        self.checkers = Checkers(universe, self.network, self.disk, self.config, self.plans)
+        self.broker = SimBroker(universe, self.network, self.disk, self.config, self.checkers)
+        self.workers = [self._make_worker(number) for number in range(self.dice.choice((1, 2, 3, 4)))]
         self.clients = [
             SimClient(universe, self.network, f"c{number}", watcher=self.checkers)
-            for number in range(dice.choice((1, 2, 3)))
+            for number in range(self.dice.choice((1, 2, 3)))
         ]
-        for worker in self.workers:
-            worker.on_death = lambda dead: self.restart(dead, 500 * MS)
-        self.faults = Faults(self)
-        self.workload = Workload(self)
-        self._dice = dice
+        self.healed = False
+        self.broker.on_crash = lambda power: self.kill_broker(power=power)
+        self.broker.on_stopped = lambda: self.kill_broker(power=False)
+
+    def _make_worker(self, number: int) -> SimWorker:
+        dice = self.dice
+        slots = dice.choice((1, 2, 4))
+        worker = SimWorker(
+            self.universe,
+            self.network,
+            f"w{number}",
+            plans=self.plans,
+            watcher=self.checkers,
+            slots=slots,
+            # The first can do everything, so that no job waits for ever.
+            patterns=[">"] if number == 0 else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
+            labels={"gpu": "yes"} if number == 0 or dice.random() < 0.3 else {},
+            prefetch=dice.choice((slots, 2 * slots, 2 * slots, 4 * slots, None)),
+            slowness=dice.choice((1, 1, 1, 5)),
+            careless=dice.random() < 0.2,
+        )
+        worker.on_end = lambda ended: self.restart(ended, 500 * MS)
+        return worker
+
+    @property
+    def processes(self) -> list[Process]:
+        """Everybody."""
+        return [self.broker, *self.workers, *self.clients]
 
     def client(self, name: str) -> SimClient:
         """The client of that name."""
@@ -94,13 +69,20 @@ class Grid:
 
     # -------------------------------------------------------------- life and death
 
+    def start(self) -> None:
+        """Everybody begins within a moment."""
+        self.broker.start()
+        for process in (*self.workers, *self.clients):
+            self.restart(process, self.dice.randrange(300 * MS))
+
     def restart(self, process: Process, delay_ns: int) -> None:
         """Start a dead process after a while, unless somebody else did."""
         life = process.incarnation
+        begin: Callable[[], None] = process.start
 
         def start() -> None:
             if not process.alive and process.incarnation == life:
-                process.start()
+                begin()
 
         self.universe.after(delay_ns, f"restart {process.name}", start)
 
@@ -108,67 +90,22 @@ class Grid:
         """The broker ends here; it is back a little later."""
         if self.disk.down:
             return
-        self.disk.die(power=power)
         self.broker.kill(power=power)
-        delay = self._dice.choice((20 * MS, 300 * MS, 2 * NS, 5 * NS))
-        self.restart(self.broker, 50 * MS if self.faults.healed else delay)
-
-    def tell_disk_space(self) -> None:
-        """The broker looks at its disk now and then; this is such a moment."""
-        self.broker.tell_disk_space()
-
-    # -------------------------------------------------------------- the two phases
-
-    def run(self) -> None:
-        """Both phases. Raises Violation."""
-        universe = self.universe
-        self.broker.start()
-        for process in (*self.workers, *self.clients):
-            self.restart(process, self._dice.randrange(300 * MS))
-        until = self._dice.choice((8, 15, 25)) * NS
-        self.workload.begin(until)
-        self.faults.begin(until)
-        self._run_checked(until)
-        self.faults.heal()
-        self._run_checked(universe.now + NS)
-        self.workload.settle()
-        limit = universe.now + LIVENESS_NS
-        while not self.checkers.all_ended():
-            if universe.now >= limit:
-                raise Violation("I6", self.checkers.why_not_ended())
-            self._run_checked(universe.now + NS // 4)
-        self._run_checked(universe.now + REST_NS)
-        self.checkers.check_rest()
-
-    def _run_checked(self, until: int) -> None:
-        universe = self.universe
-        while universe.now < until:
-            stop_at = universe.events + CHECK_EVERY_EVENTS
-            universe.run(until, enough=lambda stop_at=stop_at: universe.events >= stop_at)  # type: ignore[misc]
-            self.checkers.check_book()
+        self.universe.count("broker lost power" if power else "broker killed")
+        delay = self.dice.choice((20 * MS, 300 * MS, 2 * NS, 5 * NS))
+        self.restart(self.broker, 50 * MS if self.healed else delay)
 
 
-def simulate(seed: int, *, keep_trace: bool = False, **parts: Any) -> Outcome:
-    """Run one seed to its end or to its first broken promise."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        grid = Grid(seed, keep_trace=keep_trace, **parts)
-        violation = ""
-        try:
-            grid.run()
-        except Violation as broken:
-            violation = str(broken)
-        universe = grid.universe
-        return Outcome(
-            seed,
-            universe.trace,
-            violation,
-            universe.now,
-            universe.events,
-            universe.counts,
-            universe.story or [],
-        )
-    finally:
-        if was_enabled:
-            gc.enable()
+def _make_config(dice: Random) -> BrokerConfig:
+    """Small segments and frequent snapshots, so that both happen often in a short life."""
+    silence = dice.choice((4, 6, 15))
+    return BrokerConfig(
+        snapshot_interval_s=dice.choice((0.5, 2.0, 2.0, 7.0)),
+        segment_mb=dice.choice((1, 4, 16, 1024)) / 1024,
+        client_cap=dice.choice((0, 0, 0, 2, 5)),
+        results_max=dice.choice((1_000_000, 1_000_000, 1_000_000, 20)),
+        heartbeat_ns=NS if silence == 4 else 2 * NS,
+        silence_ns=silence * NS,
+        rejoin_grace_ns=dice.choice((2, 10)) * NS if silence == 15 else 3 * NS,
+        policies=dice.choice(({}, {}, {">": "round-robin"})),
+    )

@@ -8,14 +8,11 @@ of it; from then on promises about *when* hold, not only those about *never*.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ekiden.limits import NS
+from ekiden.simulation.cluster import Grid
+from ekiden.simulation.processes import Process
 from ekiden.simulation.world import MS
-
-if TYPE_CHECKING:
-    from ekiden.simulation.cluster import Grid
-    from ekiden.simulation.processes import Process
 
 DISK_FULL_BYTES_LEFT = (0, 100, 5_000)
 
@@ -26,13 +23,14 @@ class Faults:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.universe = grid.universe
-        self.healed = False
         self._dice = grid.universe.chance("faults")
         self._kinds: dict[str, Callable[[], None]] = {
             "broker dies": self._broker_dies,
             "broker dies at a failpoint": self._failpoint,
+            "broker stops": self.grid.broker.stop,
             "broker pauses": self._broker_pauses,
             "worker dies": self._worker_dies,
+            "worker drains": self._worker_drains,
             "worker pauses": self._worker_pauses,
             "client dies": self._client_dies,
             "client pauses": self._client_pauses,
@@ -66,7 +64,7 @@ class Faults:
             return
 
         def strike() -> None:
-            if not self.healed:
+            if not self.grid.healed:
                 self.universe.count(name)
                 self._kinds[name]()
                 self._again(name, mean, until)
@@ -75,9 +73,9 @@ class Faults:
 
     def heal(self) -> None:
         """The end of all trouble: everything is up, connected, has room and the right time."""
-        self.healed = True
-        self.universe.note("healed")
         grid = self.grid
+        grid.healed = True
+        self.universe.note("healed")
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -85,9 +83,9 @@ class Faults:
         grid.disk.die_at = None
         grid.disk.fail_sync = False
         grid.disk.capacity = 1 << 40
-        grid.disk_slowness_ns = 0
+        grid.broker.slowness_ns = 0
         grid.universe.right_wall()
-        for process in (grid.broker, *grid.workers, *grid.clients):
+        for process in grid.processes:
             process.resume_now()
             if not process.alive:
                 grid.restart(process, 10 * MS)
@@ -119,6 +117,9 @@ class Faults:
         if process.alive:
             process.kill(power=self._dice.random() < 0.4)
             self.grid.restart(process, self._dice.choice((20 * MS, NS, 4 * NS, 12 * NS)))
+
+    def _worker_drains(self) -> None:
+        self._dice.choice(self.grid.workers).drain()
 
     def _worker_pauses(self) -> None:
         self._dice.choice(self.grid.workers).pause(self._pause_ns())
@@ -175,18 +176,18 @@ class Faults:
     # -------------------------------------------------------------- disk and clock
 
     def _slow_disk(self) -> None:
-        grid = self.grid
-        grid.disk_slowness_ns = self._dice.choice((20 * MS, 500 * MS, 2 * NS))
-        self._for_a_while(lambda: setattr(grid, "disk_slowness_ns", 0))
+        broker = self.grid.broker
+        broker.slowness_ns = self._dice.choice((20 * MS, 500 * MS, 2 * NS))
+        self._for_a_while(lambda: setattr(broker, "slowness_ns", 0))
 
     def _disk_full(self) -> None:
         disk = self.grid.disk
         disk.capacity = disk.used + self._dice.choice(DISK_FULL_BYTES_LEFT)
-        self.grid.tell_disk_space()
+        self.grid.broker.tell_clocks()
 
         def free() -> None:
             disk.capacity = 1 << 40
-            self.grid.tell_disk_space()
+            self.grid.broker.tell_clocks()
 
         self._for_a_while(free)
 

@@ -200,6 +200,10 @@ class Network:
             seen[id(connection)] = connection
         return list(seen.values())
 
+    def latest(self, party: Party) -> int | None:
+        """The newest connection of a process, if it has one."""
+        return max((conn for name, conn in self._ends if name == party.name), default=None)
+
     def sever(self, connection: Connection) -> None:
         """Break it now: of what was on its way, some leading bytes still arrive, the rest never."""
         self.universe.count("connection severed")

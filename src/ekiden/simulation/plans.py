@@ -38,6 +38,8 @@ class JobPlan(msgspec.Struct):
     spec: Spec
     attempts: list[Behaviour]
     """By attempt; the last one goes for all that follow."""
+    output_bytes: int = 0
+    """The least size of its results: some are too large to stay in the broker's memory."""
 
     def behaviour(self, attempt: int) -> Behaviour:
         """What that attempt does."""
@@ -64,6 +66,7 @@ def make_jobs(dice: Random, client: str, first: int, count: int, wall: int) -> l
             terms=terms,
             spec=spec,
             attempts=_make_attempts(dice, spec),
+            output_bytes=dice.choice((0, 0, 0, 0, 0, 0, 0, 2000)),
         )
         for at in range(count)
     ]

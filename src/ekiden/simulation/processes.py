@@ -47,6 +47,10 @@ class Process:
 
     # -------------------------------------------------------------- life and death
 
+    def start(self) -> None:
+        """A new life, from whatever the last one left behind."""
+        raise NotImplementedError
+
     def begin(self, machine: Machine) -> None:
         """A new life with a new machine."""
         assert not self.alive

@@ -25,26 +25,42 @@ from ekiden.client.contract import (
     SubscribeRefused,
 )
 from ekiden.client.machine import ClientMachine
-from ekiden.errors import EkidenError
+from ekiden.errors import Refusal
 from ekiden.simulation.network import Network
 from ekiden.simulation.plans import JobPlan
 from ekiden.simulation.processes import ADDRESS, KEY, Process
 from ekiden.simulation.world import MS, Event, Universe, Violation
-from ekiden.wire.messages import Ended, Failure
-from ekiden.worker.machine import Abort, Dropped, Exit, Run, RunFinished, Started, WorkerMachine
+from ekiden.wire.frames import encode_frame
+from ekiden.wire.messages import Ack, AckRun, Failure
+from ekiden.worker.machine import (
+    Abort,
+    Drain,
+    Dropped,
+    Exit,
+    Run,
+    RunFinished,
+    Started,
+    WorkerMachine,
+)
 
 # The real executors announce a run that is still going after about this long.
 STARTED_AFTER_NS = 20 * MS
+
+# How long a program waits after a refusal that said "later".
+RETRY_NS = 2000 * MS
 
 
 class Watcher(Protocol):
     """Who wants to know what workers and clients see."""
 
-    def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
-        """A run of the job ended well with this output, whether or not anybody will hear of it."""
+    def given(self, worker: str, job: str, body: bytes) -> None:
+        """A worker was handed a job to run."""
 
     def began(self, worker: str, job: str, attempt: int) -> None:
         """A run began."""
+
+    def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
+        """A run of the job ended well with this output, whether or not anybody will hear of it."""
 
     def heard(self, client: str, job: str, what: str, detail: Any) -> None:
         """A client was told something about a job."""
@@ -65,7 +81,11 @@ class _Attempt:
 
 
 class SimWorker(Process):
-    """A worker whose executor is played from the plans of the jobs."""
+    """A worker whose executor is played from the plans of the jobs.
+
+    A `careless` one has a fault of its own: after it has reported the failure of a run it may send
+    a result of the same attempt as well, past its machine.
+    """
 
     def __init__(
         self,
@@ -78,18 +98,21 @@ class SimWorker(Process):
         slots: int,
         patterns: list[str],
         labels: dict[str, str],
+        prefetch: int | None,
         slowness: int = 1,
-        make: Callable[..., WorkerMachine] = WorkerMachine,
+        careless: bool = False,
     ) -> None:
         super().__init__(universe, network, name)
         self.slots = slots
         self.slowness = slowness
-        self.on_death: Callable[[SimWorker], None] | None = None
+        self.careless = careless
+        self.on_end: Callable[[SimWorker], None] = lambda worker: None
+        """Called when it is dead by its own doing: killed by a job, or drained."""
         self._plans = plans
         self._watcher = watcher
         self._patterns = patterns
         self._labels = labels
-        self._make = make
+        self._prefetch = prefetch
         self._queue: deque[_Attempt] = deque()
         self._running: dict[tuple[int, int], _Attempt] = {}
         self._runs = 0
@@ -102,12 +125,11 @@ class SimWorker(Process):
         self.new_life()
         self._queue.clear()
         self._running.clear()
-        session = f"{self.name}.{self.incarnation}"
         self.begin(
-            self._make(
+            WorkerMachine(
                 [ADDRESS],
                 self.name,
-                session,
+                f"{self.name}.{self.incarnation}",
                 lambda _address: KEY,
                 self._dice.random,
                 patterns=self._patterns,
@@ -116,18 +138,26 @@ class SimWorker(Process):
                 cpu_milli=4000,
                 mem_mb=1000,
                 host=self.name,
-                prefetch=2 * self.slots,
+                prefetch=self._prefetch,
             )
         )
+
+    @property
+    def worker(self) -> WorkerMachine | None:
+        """The machine, typed; None while the process is down."""
+        assert self.machine is None or isinstance(self.machine, WorkerMachine)
+        return self.machine
+
+    def drain(self) -> None:
+        """Tell it to finish what it has begun and leave."""
+        self.post(Drain("restarted by a person"))
 
     # -------------------------------------------------------------- the executor
 
     def _run(self, effect: Run) -> None:
         run = effect.run
         for at, job in enumerate(run.ids):
-            plan = self._plans.get(job)
-            if plan is None or plan.body != run.bodies[at]:
-                raise Violation("I1", f"{self.name} was given {job} with a body nobody submitted")
+            self._watcher.given(self.name, job, run.bodies[at])
             attempt = run.attempts[at] if run.attempts else 1
             self._queue.append(_Attempt(run.grant, run.first + at, job, attempt))
         self._fill()
@@ -144,40 +174,66 @@ class SimWorker(Process):
         attempt.began = self.clock()
         self._runs += 1
         self._watcher.began(self.name, attempt.job, attempt.attempt)
-        behaviour = self._plans[attempt.job].behaviour(attempt.attempt)
-        duration = behaviour.duration_ns * self.slowness
-        life = self.incarnation
+        duration = self._plans[attempt.job].behaviour(attempt.attempt).duration_ns * self.slowness
         if duration > STARTED_AFTER_NS:
             news = Started([(attempt.grant, attempt.offset, attempt.began)])
             attempt.events.append(self.later(STARTED_AFTER_NS, "started", news))
-        output = b"%s/%d by %s run %d" % (
-            attempt.job.encode(), attempt.attempt, self.name.encode(), life * 10_000 + self._runs,
-        )  # fmt: skip
+        self._finish_after(duration, attempt, self._runs)
+
+    def _finish_after(self, delay_ns: int, attempt: _Attempt, number: int) -> None:
+        life = self.incarnation
 
         def finish() -> None:
             if self.incarnation != life:
                 return
             if self.paused:
                 # The whole process stands still, its handlers too.
-                attempt.events.append(self.universe.after(100 * MS, f"ran {self.name}", finish))
-                return
-            if behaviour.kills:
-                self.universe.count("worker killed by its job")
-                self.kill()
-                if self.on_death is not None:
-                    self.on_death(self)
-                return
-            self._running.pop((attempt.grant, attempt.offset), None)
-            ran_ns = self.clock() - attempt.began
-            if behaviour.cause:
-                failure = Failure(attempt.offset, behaviour.cause, "as planned")
-                self.post(RunFinished(attempt.grant, [], [], {}, [failure], ran_ns))
+                self._finish_after(100 * MS, attempt, number)
             else:
-                self._watcher.ran(self.name, attempt.job, attempt.attempt, output)
-                self.post(RunFinished(attempt.grant, [attempt.offset], [output], ran_ns=ran_ns))
-            self._fill()
+                self._finish(attempt, number)
 
-        attempt.events.append(self.universe.after(duration, f"ran {self.name}", finish))
+        attempt.events.append(self.universe.after(delay_ns, f"ran {self.name}", finish))
+
+    def _finish(self, attempt: _Attempt, number: int) -> None:
+        behaviour = self._plans[attempt.job].behaviour(attempt.attempt)
+        if behaviour.kills:
+            self.universe.count("worker killed by its job")
+            self.kill()
+            self.on_end(self)
+            return
+        self._running.pop((attempt.grant, attempt.offset), None)
+        ran_ns = self.clock() - attempt.began
+        if behaviour.cause:
+            failure = Failure(attempt.offset, behaviour.cause, "as planned")
+            self.post(RunFinished(attempt.grant, [], [], {}, [failure], ran_ns))
+            if self.careless:
+                self._finish_late(attempt, number)
+        else:
+            output = self._output(attempt, number)
+            self.post(RunFinished(attempt.grant, [attempt.offset], [output], ran_ns=ran_ns))
+        self._fill()
+
+    def _output(self, attempt: _Attempt, number: int) -> bytes:
+        """Unique to this run, and large for some jobs."""
+        said = f"{attempt.job}/{attempt.attempt} by {self.name} run {self.incarnation}.{number} "
+        output = said.encode().ljust(self._plans[attempt.job].output_bytes, b".")
+        self._watcher.ran(self.name, attempt.job, attempt.attempt, output)
+        return output
+
+    def _finish_late(self, attempt: _Attempt, number: int) -> None:
+        """The run was given up, but nobody told the run."""
+        life = self.incarnation
+        output = self._output(attempt, number)
+
+        def send() -> None:
+            conn = self.network.latest(self)
+            if self.incarnation == life and conn is not None and not self.paused:
+                self.universe.count("late result of a failed run")
+                ack = Ack([AckRun(attempt.grant, [attempt.offset], [output])])
+                self.network.send(self, conn, encode_frame(ack))
+
+        for delay in (50 * MS, 900 * MS, 1400 * MS, 2500 * MS):
+            self.universe.after(delay, f"late {self.name}", send)
 
     def _abort(self, effect: Abort) -> None:
         asked = set(effect.offsets)
@@ -197,30 +253,29 @@ class SimWorker(Process):
         self._fill()
 
     def _exit(self, effect: Exit) -> None:
-        raise Violation("bug", f"{self.name} gives up: {effect.reason}")
+        if effect.error is not None:
+            raise Violation("I9", f"{self.name} gives up: {effect.error}")
+        self.universe.count("worker drained")
+        self.kill()
+        self.on_end(self)
 
 
 class SimClient(Process):
     """A client and the program that uses it: it remembers its jobs across its own deaths."""
 
     def __init__(
-        self,
-        universe: Universe,
-        network: Network,
-        name: str,
-        *,
-        watcher: Watcher,
-        make: Callable[..., ClientMachine] = ClientMachine,
+        self, universe: Universe, network: Network, name: str, *, watcher: Watcher
     ) -> None:
         super().__init__(universe, network, name)
         self._watcher = watcher
-        self._make = make
         self.ordered: dict[str, JobPlan] = {}
         """Jobs this program wants done, whatever happens to it."""
         self.settled: dict[str, str] = {}
         """Job → how it ended, as this program was told."""
-        self.asked: dict[int, tuple[str, Any]] = {}
-        self.answers = 0
+        self._futures: dict[int, Order] = {}
+        """Handles of this life that wait for their outcome, by identity."""
+        self.questions = 0
+        """Questions of this life without an answer."""
         news: dict[type, Callable[[Any], None]] = {
             JobsAccepted: self._accepted,
             JobsDone: self._done,
@@ -240,13 +295,25 @@ class SimClient(Process):
     def start(self) -> None:
         """A new life: submit again what is not known to be settled, under the same ids."""
         self.new_life()
+        self._futures.clear()
+        self.questions = 0
         session = f"{self.name}.{self.incarnation}"
         self.begin(
-            self._make([ADDRESS], self.name, session, lambda _address: KEY, self._dice.random)
+            ClientMachine([ADDRESS], self.name, session, lambda _address: KEY, self._dice.random)
         )
-        open_jobs = [plan for job, plan in self.ordered.items() if job not in self.settled]
-        if open_jobs:
-            self.post(Submitting([_order(plan) for plan in open_jobs]))
+        self._submit([p for job, p in self.ordered.items() if job not in self.settled])
+
+    @property
+    def client(self) -> ClientMachine | None:
+        """The machine, typed; None while the process is down."""
+        assert self.machine is None or isinstance(self.machine, ClientMachine)
+        return self.machine
+
+    def waits_for(self) -> list[str]:
+        """What this program does not know the end of."""
+        jobs = [job for job in self.ordered if job not in self.settled]
+        jobs += [order.job_id for order in self._futures.values()]
+        return [f"{self.name} waits for {job}" for job in dict.fromkeys(jobs)]
 
     # -------------------------------------------------------------- the program's wishes
 
@@ -254,59 +321,84 @@ class SimClient(Process):
         """Order these. A program that is down orders them when it is back."""
         for plan in plans:
             self.ordered[plan.id] = plan
-        self.post(Submitting([_order(plan) for plan in plans]))
+        self._submit(plans)
 
     def submit_other(self, plan: JobPlan, body: bytes) -> None:
         """Use an id that is taken for something else: a mistake."""
-        self.post(Submitting([Order(plan.id, body, plan.terms)]))
+        self._open(Submitting, [Order(plan.id, body, plan.terms)])
 
     def attach(self, job: str) -> None:
         """Ask for the outcome of somebody's job."""
-        self.post(Attaching([Order(job)]))
+        self._open(Attaching, [Order(job)])
 
     def ask(self, verb: str, **params: Any) -> None:
         """A question or a change by a person."""
-        self.post(Asking((self.name, verb, params), verb, params))
+        if self.alive:
+            self.questions += 1
+            self.post(Asking(verb, verb, params))
+
+    def _submit(self, plans: list[JobPlan]) -> None:
+        self._open(Submitting, [Order(plan.id, plan.body, plan.terms) for plan in plans])
+
+    def _open(self, event: type[Submitting | Attaching], orders: list[Order]) -> None:
+        if self.alive and orders:
+            for order in orders:
+                self._futures[id(order)] = order
+            self.post(event(orders))
 
     # -------------------------------------------------------------- what it is told
 
+    def _resolve(self, order: Order, how: str) -> None:
+        if self._futures.pop(id(order), None) is None:
+            raise Violation("I6", f"{self.name}: a future of {order.job_id} is resolved twice")
+        plan = self.ordered.get(order.job_id)
+        if plan is not None and order.terms is not None and order.body == plan.body:
+            self.settled[order.job_id] = how
+
     def _accepted(self, effect: JobsAccepted) -> None:
         for handle in effect.handles:
-            self._watcher.heard(self.name, handle.job_id, "accepted", handle)
+            self._watcher.heard(self.name, handle.job_id, "accepted", None)
 
     def _done(self, effect: JobsDone) -> None:
         run = effect.run
         for at, job in enumerate(run.ids):
             if effect.handles[at] is not None:
-                self.settled[job] = "done"
-            self._watcher.heard(self.name, job, "done", (run.outputs[at], run.attempts.get(at, 1)))
+                self._watcher.heard(self.name, job, "done", run.outputs[at])
+                self._resolve(effect.handles[at], "done")
 
     def _ended(self, effect: JobsEnded) -> None:
-        for _, ended in effect.pairs:
-            self.settled[ended.id] = ended.state
-            self._tell_end(ended)
-
-    def _tell_end(self, ended: Ended) -> None:
-        self._watcher.heard(self.name, ended.id, "ended", ended)
+        for handle, ended in effect.pairs:
+            self._watcher.heard(self.name, ended.id, "ended", ended)
+            self._resolve(handle, ended.state)
 
     def _refused(self, effect: JobsRefused) -> None:
         for handle, error in effect.pairs:
             self._watcher.heard(self.name, handle.job_id, "refused", (handle, error))
+            self._resolve(handle, error.code)
+            plan = self.ordered.get(handle.job_id)
+            later = isinstance(error, Refusal) and error.retry_after_s > 0
+            if later and plan is not None and self.settled.pop(plan.id, ""):
+                self.universe.count("refused for want of room")
+                self._submit_later(plan, RETRY_NS)
+
+    def _submit_later(self, plan: JobPlan, delay_ns: int) -> None:
+        life = self.incarnation
+
+        def submit() -> None:
+            if self.incarnation == life and plan.id not in self.settled:
+                self._submit([plan])
+
+        self.universe.after(delay_ns, f"again {self.name}", submit)
 
     def _answered(self, effect: Answered) -> None:
-        self.answers += 1
-        self._watcher.heard(self.name, "", "answered", (effect.handle, effect.body))
+        self.questions -= 1
 
     def _ask_refused(self, effect: AskRefused) -> None:
+        self.questions -= 1
         self._watcher.heard(self.name, "", "ask refused", (effect.handle, effect.error))
 
     def _refused_by_all(self, effect: RefusedByAll) -> None:
-        error: EkidenError = effect.error
-        raise Violation("bug", f"{self.name} is refused for good: {error}")
+        raise Violation("I9", f"{self.name} is refused for good: {effect.error}")
 
     def _ignore(self, effect: object) -> None:
         pass
-
-
-def _order(plan: JobPlan) -> Order:
-    return Order(plan.id, plan.body, plan.terms)

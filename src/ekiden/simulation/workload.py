@@ -7,14 +7,12 @@ replays dead letters, attaches to a stranger's job, asks questions, drains a wor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from ekiden.limits import NS
+from ekiden.simulation.cluster import Grid
 from ekiden.simulation.plans import JobPlan, make_jobs
 from ekiden.simulation.world import MS
-
-if TYPE_CHECKING:
-    from ekiden.simulation.cluster import Grid
 
 _READS = ("stats", "jobs", "workers")
 
@@ -25,7 +23,6 @@ class Workload:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.drained: list[str] = []
-        self.replays = 0
         self._dice = grid.universe.chance("workload")
         self._jobs: list[JobPlan] = []
 
@@ -58,7 +55,7 @@ class Workload:
         for worker in self.drained:
             self.grid.clients[0].ask("resume", worker=worker)
 
-    def _submitter(self, client: str, plans: list[JobPlan]):  # type: ignore[no-untyped-def]
+    def _submitter(self, client: str, plans: list[JobPlan]) -> Callable[[], None]:
         return lambda: self.grid.client(client).submit(plans)
 
     # -------------------------------------------------------------- repeats and mistakes
@@ -95,7 +92,6 @@ class Workload:
             self._dice.choice(self.grid.clients).ask("cancel", filter={"run": "night"})
 
     def _replay(self) -> None:
-        self.replays += 1
         self._dice.choice(self.grid.clients).ask("replay", filter={"state": "failed"})
 
     def _attach(self) -> None:

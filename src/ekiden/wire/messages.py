@@ -285,7 +285,7 @@ class Beat(Message, frozen=True):
     load: int = 0
 
 
-# ------------------------------------------------------------------ relay: never journaled, may be lost
+# ------------------------------------------------------------------ relay: not journaled, lossy
 
 
 class Progress(Message, frozen=True):

@@ -29,9 +29,9 @@ from ekiden.machine import Instant, Log, Send
 from ekiden.model.jobs import CANCEL_CONFIRMED, CANNOT_START, TIMEOUT, GrantNo, Note, Spec
 from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
+from ekiden.wire.link import Link
 from ekiden.wire.messages import AckRun, AssignRun, Failure
 from ekiden.worker.ledger import Attempt, Ledger, cut, packed
-from ekiden.worker.link import Link
 
 # Credit: enough work at hand for this long, so that a round trip to the broker never idles a slot.
 WORK_AHEAD_NS: Final = 75_000_000
@@ -148,7 +148,7 @@ class WorkerMachine:
         """`prefetch` fixes the credit; without it, it follows from how long runs take."""
         assert slots > 0
         self._hello = (worker_id, session, software)
-        self._link = Link(addresses, self._hello_for, key_for, jitter)
+        self._link = Link(addresses, self._hello_for, key_for, jitter, beats=False)
         self._patterns = patterns
         self._slots = slots
         self._facts = (labels or {}, cpu_milli, mem_mb, host)
@@ -561,9 +561,6 @@ class WorkerMachine:
             effects += [*self._link.effects, Exit(refused.code, refused)]
             self._exited = True
         elif self._draining and not self._ledger.open_count and not self._ledger.unacked:
-            conn = self._link.conn
-            if conn is not None:
-                effects.append(Send(conn, encode_frame(messages.Bye(self._draining))))
             self._link.leave(self._draining)
             effects += [*self._link.effects, Exit(self._draining)]
             self._exited = True
@@ -573,6 +570,7 @@ class WorkerMachine:
         if self._exited:
             return None
         deadline = self._link.next_deadline()
+        assert deadline is not None  # it leaves only when the worker exits
         if self._link.conn is not None:
             deadline = min(deadline, self._beat_at)
         if self._timeouts:

@@ -6,6 +6,7 @@ lingers in the background until the peer has taken what was sent.
 
 What a peer can cost is bounded: one unfinished frame of the limit it is trusted with, an outbox of
 `OUTBOX_BYTES_MAX` beyond which it is dropped as a slow reader, and one of `CONNECTIONS_MAX` places.
+The machine is told early, at `CONGESTED_BYTES`, so that it can hold back what may wait.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import errno
 import itertools
 import os
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
 
 from ekiden import limits
 from ekiden.errors import BadFrame, EkidenError, Refusal, TooLarge, WrongUsage
 from ekiden.machine import (
     Close,
+    Congested,
     Connected,
     ConnId,
     Dial,
@@ -30,6 +32,7 @@ from ekiden.machine import (
     Garbled,
     Log,
     Received,
+    Relieved,
     Send,
     Trust,
 )
@@ -65,10 +68,7 @@ class _Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not every loop derives its transports from asyncio's: a cast, not a check.
         self.transport = cast("asyncio.Transport", transport)
-        try:
-            self.network.joined(self)
-        except Exception as error:  # noqa: BLE001 - the event loop would only log it
-            self.network.driver.fail(error)
+        self.network.guard(self.network.joined, self)
 
     def data_received(self, data: bytes) -> None:
         if self.told:
@@ -78,7 +78,7 @@ class _Link(asyncio.Protocol):
             frames = self.reader.feed(data)
         except (BadFrame, TooLarge) as error:
             self.told = True
-            self.network.garbled(self, str(error))
+            self.network.guard(self.network.garbled, self, str(error))
             return
         except Exception as error:  # noqa: BLE001 - the event loop would only log it
             self.network.driver.fail(error)
@@ -92,11 +92,17 @@ class _Link(asyncio.Protocol):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        # Called by the transport when its buffer passes the high mark, which is our limit.
-        self.network.too_slow(self)
+        # Called by the transport when its buffer passes the high mark.
+        if not self.told:
+            self.network.driver.feed(Congested(self.conn))
+
+    def resume_writing(self) -> None:
+        if not self.told:
+            self.network.driver.feed(Relieved(self.conn))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.network.left(self, _why(exc) if exc else "closed by the peer")
+        reason = _why(exc) if exc else "closed by the peer"
+        self.network.guard(self.network.left, self, reason)
 
 
 class Network:
@@ -180,6 +186,9 @@ class Network:
             await self.driver.loop.connect_accepted_socket(lambda: link, accepted)
         except OSError:
             accepted.close()  # It was gone before we looked.
+        except asyncio.CancelledError:
+            self._abandon(link)
+            raise
 
     async def _survive(self, error: OSError) -> None:
         """Go on after a failed accept: at once if the peer had gone, else after a pause."""
@@ -193,7 +202,7 @@ class Network:
     # -------------------------------------------------------------- effects
 
     def send(self, effect: Send) -> None:
-        """Write, if the connection is still there. Never waits; see `pause_writing`."""
+        """Write, if the connection is still there. Never waits: who does not read is dropped."""
         link = self._links.get(effect.conn)
         if link is None:
             return
@@ -201,6 +210,8 @@ class Network:
         assert transport is not None
         if not transport.is_closing():
             transport.write(effect.data)
+            if transport.get_write_buffer_size() > self.outbox_bytes_max:
+                self.too_slow(link)
 
     def trust(self, effect: Trust) -> None:
         """Accept frames of full size from now on."""
@@ -227,22 +238,47 @@ class Network:
             async with asyncio.timeout(seconds(limits.DIAL_TIMEOUT_NS)):
                 await self.driver.loop.create_connection(lambda: link, host, port)
         except TimeoutError:
-            if link.transport is None:
-                self.driver.feed(DialFailed(address, "no answer in time"))
+            self._dial_failed(link, "no answer in time")
         except EkidenError as error:
-            self.driver.feed(DialFailed(address, error.message))
+            self._dial_failed(link, error.message)
         except (OSError, ValueError) as error:
-            if link.transport is None:
-                self.driver.feed(DialFailed(address, _why(error)))
+            self._dial_failed(link, _why(error))
+        except asyncio.CancelledError:
+            self._abandon(link)
+            raise
+
+    def _dial_failed(self, link: _Link, reason: str) -> None:
+        if not self._abandon(link):
+            self.driver.feed(DialFailed(link.dialled, reason))
+
+    def _abandon(self, link: _Link) -> bool:
+        """End a connection whose making was cut short; whether the machine had heard of it.
+
+        Not every loop says `connection_lost` in that moment (uvloop does not): waiting for it would
+        be waiting for ever. Where the loop does say it, `left` finds nothing to do.
+        """
+        heard_of = link.conn in self._links or link in self._lingering
+        link.told = True
+        if link.transport is not None:
+            link.transport.abort()
+            self.left(link, "given up while it was being made")
+        return heard_of
 
     # -------------------------------------------------------------- what links report
+
+    def guard(self, report: Callable[..., None], *facts: Any) -> None:
+        """Run a callback of the event loop, which would only log a bug in it and go on."""
+        try:
+            report(*facts)
+        except Exception as error:  # noqa: BLE001 - any bug ends the driver
+            self.driver.fail(error)
 
     def joined(self, link: _Link) -> None:
         """A connection is open."""
         transport = link.transport
         assert transport is not None
-        transport.set_write_buffer_limits(high=self.outbox_bytes_max)
-        if self._closed:
+        transport.set_write_buffer_limits(min(limits.CONGESTED_BYTES, self.outbox_bytes_max))
+        if self._closed or link.told:
             transport.abort()
             return
         link_socket = transport.get_extra_info("socket")
@@ -257,7 +293,7 @@ class Network:
     def garbled(self, link: _Link, reason: str) -> None:
         """The peer sent no frame. The machine is to close; if it does not, the linger does."""
         self.driver.feed(Garbled(link.conn, reason))
-        self.driver.loop.call_later(seconds(limits.LINGER_NS), self._cut_off, link)
+        self._cut_off_later(link)
 
     def too_slow(self, link: _Link) -> None:
         """More waits for the peer than it may keep us holding: drop it, and what waits with it."""
@@ -302,7 +338,11 @@ class Network:
             transport.close()
         else:
             transport.write_eof()
-        self.driver.loop.call_later(seconds(limits.LINGER_NS), self._cut_off, link)
+        self._cut_off_later(link)
+
+    def _cut_off_later(self, link: _Link) -> None:
+        delay_s = seconds(limits.LINGER_NS)
+        self.driver.loop.call_later(delay_s, self.guard, self._cut_off, link)
 
     def _cut_off(self, link: _Link) -> None:
         if link.transport is not None and (link in self._lingering or link.conn in self._links):

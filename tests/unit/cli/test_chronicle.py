@@ -53,6 +53,11 @@ class Journal:
 ROUTE = j.Route("job.assign.echo")
 
 
+def after(worker: str) -> j.Route:
+    """Where a job waits whose last attempt failed there."""
+    return msgspec.structs.replace(ROUTE, avoid=worker)
+
+
 def submit(*ids: str, body: bytes = b"input", **spec: Any) -> c.Submit:
     raw = msgspec.msgpack.encode(j.Spec("echo", ROUTE, **spec))
     digests = b"".join(body[:1] * 8 for _ in ids)
@@ -96,7 +101,7 @@ def test_a_repeated_submit_is_not_enqueued_twice_and_a_conflict_not_at_all() -> 
 def test_the_last_attempt_is_a_dead_letter_and_those_before_are_not() -> None:
     journal = Journal().add(submit("j1", max_attempts=2), c.Assign("w1", ROUTE, 1))
     journal.add(c.Fail("w1", 1, [0], [j.HANDLER_ERROR], ["boom"]))
-    journal.add(c.Tick(), c.Assign("w2", ROUTE, 1), seconds=60)
+    journal.add(c.Tick(), c.Assign("w2", after("w1"), 1), seconds=60)
     journal.add(c.Fail("w2", 2, [0], [j.HANDLER_ERROR], ["boom again"]))
 
     told = journal.told()
@@ -113,7 +118,7 @@ def test_a_lost_worker_a_timeout_and_a_lease_given_back_have_their_own_names() -
     journal = Journal().add(submit("j1", **spec), c.Assign("w1", ROUTE, 1))
     journal.add(c.Release("w1", 1, [0]), c.Assign("w2", ROUTE, 1))
     journal.add(c.Fail("w2", 2, [0], [j.TIMEOUT], ["too slow"]))
-    journal.add(c.Tick(), c.Assign("w3", ROUTE, 1), seconds=60)
+    journal.add(c.Tick(), c.Assign("w3", after("w2"), 1), seconds=60)
     journal.add(c.Forfeit("w3", [(3, 0)]))
 
     told = journal.told()

@@ -157,7 +157,7 @@ def test_a_refused_job_does_not_take_the_others_with_it(rig):
     assert rig.machine.open_jobs == 2
 
 
-def test_a_whole_frame_can_be_refused_in_either_way(rig):
+def test_a_whole_frame_can_be_refused_in_every_way(rig):
     rig.submit(order("a"), order("b"))
     [(number, _)] = rig.sent
     news = rig.tell(messages.Accepted([number], [Refused(number, -1, "queue_full", "full")]))
@@ -171,6 +171,12 @@ def test_a_whole_frame_can_be_refused_in_either_way(rig):
     [(number, _)] = rig.sent
     news = rig.tell(messages.Refusal("bad_subject", "no"), corr_id=number)
     assert [(h.job_id, e.code) for h, e in news[0].pairs] == [("c", "bad_subject")]
+
+    rig.sent.clear()
+    rig.submit(order("d"))
+    [(number, _)] = rig.sent
+    news = rig.tell(messages.Accepted([], [Refused(number, -1, "disk_full", "full")]))
+    assert [(h.job_id, e.code) for h, e in news[0].pairs] == [("d", "disk_full")]
 
     assert rig.machine.pending == rig.machine.open_jobs == 0
 

@@ -569,3 +569,156 @@ def test_many_peers_at_once_each_get_their_own_answers(go: Any) -> None:
                 await peer.close()
 
     go(main())
+
+
+# ------------------------------------------------------------------ cut off while being made
+# A loop may never tell a protocol that it is gone if whoever made the connection was cancelled in
+# the moment after it was made (uvloop closes the handle and says nothing). The network must not
+# wait for such a word.
+
+
+class Hasty(Echo):
+    """Does something the very moment a connection is made."""
+
+    def __init__(self, act: Callable[[Connected], object]) -> None:
+        super().__init__()
+        self.act = act
+
+    def receive(self, event: Any, now: Any) -> None:
+        super().receive(event, now)
+        if isinstance(event, Connected):
+            self.act(event)
+
+
+@pytest.mark.parametrize("side", ["dialled", "accepted"])
+def test_closing_in_the_moment_a_connection_is_made_comes_to_an_end(go: Any, side: str) -> None:
+    async def main() -> None:
+        async with World() as other:
+            closing: list[asyncio.Task[None]] = []
+
+            def close(_event: Connected) -> None:
+                closing.append(asyncio.ensure_future(network.wait_closed()))
+
+            driver = Driver(Hasty(close))
+            driver.handle(Log, lambda _: None)
+            network = Network(driver)
+            port = await network.listen("127.0.0.1", 0)
+            if side == "dialled":
+                network.dial(Dial(f"127.0.0.1:{other.port}"))
+            else:
+                other.order(Dial(f"127.0.0.1:{port}"))
+
+            while not closing:
+                await asyncio.sleep(0)
+            await asyncio.wait_for(closing[0], 5)
+
+            assert network.connections == 0
+            assert not driver.ended
+
+    go(main())
+
+
+def test_a_connection_that_is_made_as_its_time_is_up_is_told_to_be_gone(
+    go: Any, monkeypatch: Any
+) -> None:
+    async def main() -> None:
+        async with World() as other:
+
+            def give_up(_event: Connected) -> None:
+                # What the timeout of a dial does, in the same moment.
+                for task in network._tasks:
+                    task.cancel()
+
+            machine = Hasty(give_up)
+            driver = Driver(machine)
+            network = Network(driver)
+            network.dial(Dial(f"127.0.0.1:{other.port}"))
+            await machine.until(lambda: bool(machine.of(Disconnected)))
+
+            (connected,) = machine.of(Connected)
+            (gone,) = machine.of(Disconnected)
+            assert gone.conn == connected.conn
+            await network.wait_closed()
+            assert network.connections == 0
+
+    go(main())
+
+
+def test_a_connection_accepted_as_listening_stops_begins_and_ends(go: Any) -> None:
+    async def main() -> None:
+        async with World() as other:
+            machine = Hasty(lambda _: network.stop_listening())
+            driver = Driver(machine)
+            network = Network(driver)
+            port = await network.listen("127.0.0.1", 0)
+            other.order(Dial(f"127.0.0.1:{port}"))
+            await machine.until(lambda: bool(machine.of(Disconnected)))
+
+            assert machine.of(Disconnected)[0].conn == machine.of(Connected)[0].conn
+            await network.wait_closed()
+
+    go(main())
+
+
+@pytest.mark.parametrize("callback", ["send", "connection_lost", "data_received"])
+def test_a_bug_in_what_a_link_reports_ends_the_driver(
+    go: Any, monkeypatch: Any, callback: str
+) -> None:
+    """Event loops only log what a protocol raises: a process would go on, half deaf."""
+    broken = {"send": "too_slow", "connection_lost": "left", "data_received": "garbled"}
+
+    def bug(*_: Any) -> None:
+        raise AssertionError("a bug")
+
+    async def main() -> None:
+        world = World(outbox_bytes_max=1 << 16)
+        async with asyncio.timeout(10):
+            world.port = await world.network.listen("127.0.0.1", 0)
+            peer = await world.connect()
+            await world.machine.until(lambda: bool(world.machine.of(Connected)))
+            monkeypatch.setattr(world.network, broken[callback], bug)
+            match callback:
+                case "send":
+                    world.order(Send(world.machine.of(Connected)[0].conn, bytes(32 << 20)))
+                case "connection_lost":
+                    await peer.close()
+                case _:
+                    peer.send(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises(AssertionError, match="a bug"):
+                await world.driver.wait_ended()
+            monkeypatch.undo()
+            world.network.stop_listening()
+            await peer.close()
+
+    go(main())
+
+
+def test_a_bug_in_a_timer_of_the_network_ends_the_driver(go: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(limits, "LINGER_NS", 10_000_000)
+
+    async def main() -> None:
+        world = World()
+        world.port = await world.network.listen("127.0.0.1", 0)
+        peer = await world.connect()
+        await world.machine.until(lambda: bool(world.machine.of(Connected)))
+
+        class Stuck:
+            def __init__(self, transport: Any) -> None:
+                self.transport = transport
+
+            def abort(self) -> None:
+                raise AssertionError("a bug")
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.transport, name)
+
+        (link,) = world.network._links.values()
+        stuck: Any = Stuck(link.transport)
+        link.transport = stuck
+        world.order(Close(link.conn))
+        with pytest.raises(AssertionError, match="a bug"):
+            await asyncio.wait_for(world.driver.wait_ended(), 10)
+        await peer.close()
+        await world.network.wait_closed()
+
+    go(main())

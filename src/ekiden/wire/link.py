@@ -1,8 +1,8 @@
-"""The client's one conversation: with whichever broker leads, for as long as the client lives.
+"""The one conversation of a client or a worker: with whichever broker leads, as long as it lives.
 
 A link is always in exactly one state: resting before the next try, dialling, greeting, or ready.
 It tries the configured addresses in turn and never any other: a hint "the leader is there" is
-followed only to an address the user named, so no broker can send the client, and the proof of its
+followed only to an address the user named, so no broker can send its peer, and the proof of the
 key, to a stranger.
 
 The link does not know what a job is. It says which connection may be spoken on (`conn`), hands on
@@ -42,11 +42,11 @@ _NOT_LEADER: Final = messages.TYPE_OF[messages.NotLeader]
 _BEAT: Final = encode_frame(messages.Beat())
 
 # The user has to act before another try can help, if every address says so.
-_FATAL: Final = (errors.Unauthenticated, errors.VersionMismatch)
+_FATAL: Final = (errors.Unauthenticated, errors.VersionMismatch, errors.NotAllowed, errors.BadId)
 
 
 class Left(Struct, frozen=True):
-    """The client is closed."""
+    """No more tries."""
 
 
 class Resting(Struct, frozen=True):
@@ -89,23 +89,24 @@ class Link:
     def __init__(
         self,
         addresses: list[str],
-        client_id: str,
-        session: str,
+        hello_for: Callable[[bytes], messages.HelloClient | messages.HelloWorker],
         key_for: Callable[[str], bytes],
         jitter: Callable[[], float],
-        software: str = "",
+        *,
+        beats: bool,
     ) -> None:
+        """`hello_for` makes the hello for a nonce. With `beats` the link shows by itself that its
+        owner lives; an owner whose beats say more sends them itself."""
         assert addresses
         self.addresses = addresses
         self.effects: list[Any] = []
         self.last_error: errors.EkidenError | None = None
         self.refused_by_all: errors.EkidenError | None = None
         """Set when every address refused for good; the owner takes note and clears it."""
-        self._client_id = client_id
-        self._session = session
+        self._hello_for = hello_for
         self._key_for = key_for
         self._jitter = jitter
-        self._software = software
+        self._beats = beats
         self._state: Resting | Dialling | Greeting | Ready | Left = Resting(0)
         self._turn = 0
         self._tries = 0
@@ -141,12 +142,12 @@ class Link:
         self.effects.append(Close(self._state.conn, reason))
         self._lost(self._state, reason, now)
 
-    def leave(self) -> None:
+    def leave(self, reason: str) -> None:
         """Say goodbye; no more tries."""
         if isinstance(self._state, Ready):
-            self.effects.append(Send(self._state.conn, encode_frame(messages.Bye("client closed"))))
+            self.effects.append(Send(self._state.conn, encode_frame(messages.Bye(reason))))
         if isinstance(self._state, Ready | Greeting):
-            self.effects.append(Close(self._state.conn, "client closed"))
+            self.effects.append(Close(self._state.conn, reason))
         self._state = Left()
 
     # -------------------------------------------------------------- events
@@ -172,7 +173,7 @@ class Link:
         if isinstance(state, Ready):
             if now - state.heard >= state.welcome.silence_ns:
                 self.drop(f"silent for {(now - state.heard) / limits.NS:.0f} s", now)
-            elif now - state.spoke >= state.welcome.heartbeat_ns:
+            elif self._beats and now - state.spoke >= state.welcome.heartbeat_ns:
                 self.send(_BEAT, now)
         elif isinstance(state, Dialling | Greeting) and now >= state.until:
             if isinstance(state, Greeting):
@@ -186,9 +187,8 @@ class Link:
         """When `advance` has something to do even if nothing happens."""
         state = self._state
         if isinstance(state, Ready):
-            return min(
-                state.heard + state.welcome.silence_ns, state.spoke + state.welcome.heartbeat_ns
-            )
+            silent = state.heard + state.welcome.silence_ns
+            return min(silent, state.spoke + state.welcome.heartbeat_ns) if self._beats else silent
         return None if isinstance(state, Left) else state.until
 
     # -------------------------------------------------------------- one handler per event
@@ -199,11 +199,8 @@ class Link:
             # A dial we had given up on came through after all.
             self.effects.append(Close(event.conn, "no longer wanted"))
             return
-        hello = messages.HelloClient(
-            limits.PROTOCOL_VERSION, self._client_id, self._session, event.nonce, self._software
-        )
         try:
-            caller = Caller(self._key_for(state.address), hello)
+            caller = Caller(self._key_for(state.address), self._hello_for(event.nonce))
         except errors.EkidenError as error:
             self.effects.append(Close(event.conn, error.code))
             self._failed(state.address, error, now)
@@ -301,8 +298,10 @@ class Link:
 
     def _failed(self, address: str, error: errors.EkidenError, now: Instant) -> None:
         self.last_error = self._verdicts[address] = error
+        # The first failure is news, the hundredth is not.
+        level = "warning" if self._tries < len(self.addresses) else "debug"
         self.effects.append(
-            Log("info", "broker.unavailable", {"address": address, "reason": str(error)})
+            Log(level, "broker.unavailable", {"address": address, "reason": str(error)})
         )
         self._tries += 1
         self._turn = (self._turn + 1) % len(self.addresses)
@@ -327,7 +326,7 @@ class Link:
         self._state = Resting(now)
 
     def _rest(self, rounds: int, now: Instant) -> None:
-        """Twice as long after every round, and never in step with other clients."""
+        """Twice as long after every round, and never in step with others."""
         longest = min(limits.RECONNECT_FIRST_NS << min(rounds, 20), limits.RECONNECT_MAX_NS)
         self._state = Resting(now + longest // 2 + int(longest / 2 * self._jitter()))
 
