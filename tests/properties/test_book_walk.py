@@ -309,4 +309,5 @@ def test_book_naive_book_and_reloaded_book_go_the_same_way(
             error.add_note(f"seed {seed}, entry {index}: {entry}")
             raise
     happened = walk.naive.totals
-    assert all(happened.values()), happened
+    rare = ("faded", "evicted")  # a life under generous settings forgets nothing
+    assert all(count for what, count in happened.items() if what not in rare), happened

@@ -23,9 +23,7 @@ from ekiden.world.network import Network
 def enlist(address: str, number: int, patterns: int) -> Driver:
     """Start one worker on the running loop."""
     own = [f"own{number}.{n}.>" for n in range(patterns - 1)]
-    worker = ekiden.Worker(
-        address, slots=1, worker_id=f"fleet-{number}", subjects=[SUBJECT, *own]
-    )
+    worker = ekiden.Worker(address, slots=1, worker_id=f"fleet-{number}", subjects=[SUBJECT, *own])
     driver = Driver(worker.machine())
     Network(driver)
 

@@ -41,7 +41,7 @@ OPEN = 8
 """Jobs open at any time: fewer than the fewest workers, so that every grant is one job."""
 
 # Larger tables miss the processor's caches more often; a scan would be a thousand times dearer.
-FLAT_MAX = 2.0
+FLAT_MAX = 1.3
 
 
 # ------------------------------------------------------------------ the trie

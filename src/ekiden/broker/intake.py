@@ -102,6 +102,12 @@ class Intake:
                 remedy="retry later, add workers, or raise waiting_max",
                 retry_after_s=1,
             )
+        if book.live_bytes + self.incoming_bytes + size > limits.TOTAL_BYTES_MAX:
+            raise QueueFull(
+                f"the broker holds {limits.TOTAL_BYTES_MAX >> 30} GB of payloads, the most it takes",
+                remedy="retry later, or add workers",
+                retry_after_s=1,
+            )
         ledger = book.clients.get(client)
         if (ledger.bytes if ledger else 0) + self.incoming_bytes + size > limits.CLIENT_BYTES_MAX:
             raise QueueFull(

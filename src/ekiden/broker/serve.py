@@ -27,7 +27,7 @@ from ekiden.broker.events import (
 )  # fmt: skip
 from ekiden.broker.recovery import Opened, open_broker
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
-from ekiden.errors import EkidenError, NoSpace
+from ekiden.errors import EkidenError, NoSpace, WrongUsage
 from ekiden.journal.journal import Append
 from ekiden.journal.local import LocalJournal, perform
 from ekiden.limits import NS
@@ -258,12 +258,24 @@ def _software() -> str:
     return f"ekiden {version('ekiden')}"
 
 
-async def serve_broker(config: BrokerConfig, world_kind: type[BrokerWorld] = BrokerWorld) -> int:
-    """Run a broker until it is told to stop. The exit code; refusals are raised before it serves."""
-    folder = Path(config.data)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _open_folder(data: str) -> tuple[Path, FolderStorage]:
+    """Ours alone from here on, or a refusal that says whose it is."""
+    folder = Path(data)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise WrongUsage(
+            f"cannot make the data folder {data}: {os.strerror(error.errno or 0).lower()}",
+            remedy="name another with --data",
+        ) from None
     storage = FolderStorage(folder)
     storage.lock()
+    return folder, storage
+
+
+async def serve_broker(config: BrokerConfig, world_kind: type[BrokerWorld] = BrokerWorld) -> int:
+    """Run a broker until it is told to stop. Returns the exit code; refusals are raised early."""
+    folder, storage = _open_folder(config.data)
     try:
         world = world_kind(config, storage, folder)
         await world.serve(make_broker_key(folder))

@@ -28,15 +28,16 @@ def main(folder: str, upto: int, group_id: bytes, keep_ns: int, keep_bytes: int)
     storage = FolderStorage(folder)
     try:
         index = take_snapshot(storage, upto, group_id, tag=str(os.getpid()))
-        print(index, flush=True)
+        sys.stdout.write(f"{index}\n")
+        sys.stdout.flush()
         tidied = tidy(
             storage, snapshot_index=index, now_wall=time.time_ns(), keep_ns=keep_ns,
             keep_bytes=keep_bytes, tag=str(os.getpid()),
         )  # fmt: skip
         for problem in tidied.problems:
-            print(problem, file=sys.stderr)
+            sys.stderr.write(f"{problem}\n")
     except EkidenError as error:
-        print(error, file=sys.stderr)
+        sys.stderr.write(f"{error}\n")
         return 1
     return 0
 

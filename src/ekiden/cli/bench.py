@@ -127,7 +127,9 @@ def recovery(
 @app.command()
 def soak(
     seconds: Annotated[float, typer.Option(min=10.0, help="How long.")] = 300.0,
-    every_s: Annotated[float, typer.Option("--every-s", min=1.0, help="Seconds of a window.")] = 10.0,
+    every_s: Annotated[
+        float, typer.Option("--every-s", min=1.0, help="Seconds of a window.")
+    ] = 10.0,
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:

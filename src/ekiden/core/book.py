@@ -93,6 +93,8 @@ class JobBook:
         self.delays: list[Delay] = []
         self.watches: list[Watch] = []
         self.delayed = 0
+        self.live_bytes = 0
+        """Of the inputs of all jobs that have not ended."""
         self.settled: deque[Settlement] = deque()
         self.faded: deque[Settlement] = deque()
         self.results_kept = 0
@@ -195,6 +197,7 @@ class JobBook:
         if rows:
             client.live += len(rows)
             client.bytes += size
+            self.live_bytes += size
             self._place(command, queue, lane, rows)
         elif not lane.ready:
             queue.lanes.pop((lane.priority, client.id), None)
@@ -290,7 +293,7 @@ class JobBook:
                 j.EXPIRED,
             )
 
-    def _ready(self, row: Row, *, front: bool = False) -> None:
+    def _ready(self, row: Row, *, front: bool = False, returns: bool = False) -> None:
         spec = row.origin.spec
         route = spec.route
         if row.history is not None and row.history[-1].burned and not route.pin:
@@ -298,6 +301,8 @@ class JobBook:
             route = msgspec.structs.replace(route, avoid=row.history[-1].worker)
         queue = self._queue(route)
         lane = self._lane(queue, spec.priority, row.origin.client)
+        if returns:
+            lane.bury()
         row.place = lane
         queue.add(lane, [row], front=front)
         self._changes.woken[queue] = None
@@ -379,7 +384,7 @@ class JobBook:
         settlement = self._settlement(j.DONE, command.worker, grant.wall)
         append = settlement.rows.append
         clients: dict[ClientLedger, None] = {}
-        size = 0
+        size = freed = 0
         for row, output in zip(rows, outputs, strict=False):
             if row.place is not grant:
                 continue
@@ -387,7 +392,9 @@ class JobBook:
             clients[client] = None
             client.inflight -= 1
             client.live -= 1
-            client.bytes -= len(row.body)  # type: ignore[arg-type]
+            taken = len(row.body)  # type: ignore[arg-type]
+            client.bytes -= taken
+            freed += taken
             size += len(output)
             row.place = settlement
             row.body = output
@@ -399,6 +406,7 @@ class JobBook:
                 if 0 <= offset < len(grant.rows) and grant.rows[offset].place is settlement:
                     grant.rows[offset].note = note
             settlement.bytes = size
+            self.live_bytes -= freed
             self._spill(settlement, rows, outputs)
             self.totals.done += done
             self._close(settlement)
@@ -564,12 +572,13 @@ class JobBook:
 
     def _end(self, row: Row, settlement: Settlement) -> None:
         """A row without a place ends without a result; its input stays, to be seen or replayed."""
-        client = row.origin.client
+        client, size = row.origin.client, len(row.body)  # type: ignore[arg-type]
         client.live -= 1
-        client.bytes -= len(row.body)  # type: ignore[arg-type]
+        client.bytes -= size
+        self.live_bytes -= size
         row.place = settlement
         settlement.rows.append(row)
-        settlement.bytes += len(row.body)  # type: ignore[arg-type]
+        settlement.bytes += size
         if settlement.state == j.FAILED:
             self.totals.failed += 1
         else:
@@ -649,9 +658,10 @@ class JobBook:
             row.origin = msgspec.structs.replace(old, client=client, time=self.time, expires_at=0)
             client.live += 1
             client.bytes += len(row.body)
+            self.live_bytes += len(row.body)
             generation = self.generations.get(job_id, (0, 0))[0] + 1
             self.generations[job_id] = (generation, len(row.history or ()))
-            self._ready(row)
+            self._ready(row, returns=True)
             tally.changed.append(job_id)
 
     def _purge(self, command: c.Purge) -> None:

@@ -248,7 +248,8 @@ def _dump_parts(book: JobBook, write: _Writer) -> Iterator[bytes]:
         )  # fmt: skip
         rows = [row for _, row in owned]
         yield from write.chunks(rows, lambda c, p=part: msgspec.structs.replace(p, rows=c))  # type: ignore[misc]
-    for watch in sorted(book.watches):
+    # Those that own their rows come first: an expiring one may name rows of a later one.
+    for watch in sorted(book.watches, key=lambda w: (w.expires, w)):
         rows = [row for row in watch.rows if row.place is watch]
         if watch.expires:
             ids = [row.id for row in watch.rows if _may_expire(book, row, watch)]
@@ -324,6 +325,7 @@ class _Reader:
             client = row.origin.client
             client.live += 1
             client.bytes += len(row.body)  # type: ignore[arg-type]
+            self.book.live_bytes += len(row.body)  # type: ignore[arg-type]
             client.inflight += leased
 
     def read(self, part: Any) -> None:

@@ -46,6 +46,7 @@ def check(book: JobBook) -> None:
 
 
 def _check_clients(book: JobBook, live: dict[str, list[int]]) -> None:
+    assert book.live_bytes == sum(count[1] for count in live.values()), book.live_bytes
     for client in book.clients.values():
         seen = live.pop(client.id, [0, 0, 0])
         assert [client.live, client.bytes, client.inflight] == seen, (client.id, seen)

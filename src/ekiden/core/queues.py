@@ -32,6 +32,11 @@ class Lane:
         self.ready = 0
         self.in_ring = False
 
+    def bury(self) -> None:
+        """Forget the dead: one of them is about to return, and must not lie here twice."""
+        if self.ready != len(self.rows):
+            self.rows = deque(row for row in self.rows if row.place is self)
+
     def pop(self, count: int) -> list[Row]:
         """The next `count` living rows; the caller made sure there are as many."""
         rows = self.rows
@@ -88,7 +93,7 @@ class Queue:
             self._retire(lane)
         elif len(lane.rows) > 2 * lane.ready + 64:
             # More dead than alive: the memory of cancelled jobs is not to wait for its turn.
-            lane.rows = deque(row for row in lane.rows if row.place is lane)
+            lane.bury()
 
     def take(self, count: int, cap: int) -> list[tuple[Lane, list[Row]]]:
         """Up to `count` jobs: highest priority first, round the ring, never past a client's cap."""

@@ -8,6 +8,7 @@ bound, every future must resolve, and everything must come to rest.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -75,13 +76,10 @@ def _run(grid: Grid) -> None:
     _run_checked(grid, until)
 
     faults.heal()
-    _run_checked(grid, universe.now + NS)
-    workload.settle()
     limit = universe.now + LIVENESS_NS
-    while open_ends := _open_ends(grid):
-        if universe.now >= limit:
-            raise Violation("I6", "after the heal " + ", ".join(open_ends[:5]))
-        _run_checked(grid, universe.now + NS // 4)
+    _run_until_none(grid, _questions, limit)
+    workload.settle()
+    _run_until_none(grid, _open_ends, limit)
     _run_checked(grid, universe.now + REST_NS)
     _check_rest(grid)
 
@@ -94,11 +92,23 @@ def _run_checked(grid: Grid, until: int) -> None:
         grid.checkers.check_book(broker.book if broker is not None else None)
 
 
+def _run_until_none(grid: Grid, left: Callable[[Grid], list[str]], limit: int) -> None:
+    """Let time pass until nothing is left; at `limit` there must be nothing."""
+    universe = grid.universe
+    while found := left(grid):
+        if universe.now >= limit:
+            raise Violation("I6", "long after the heal " + ", ".join(found[:5]))
+        _run_checked(grid, universe.now + NS // 4)
+
+
+def _questions(grid: Grid) -> list[str]:
+    return [f"{client.name} has no answer" for client in grid.clients if client.questions]
+
+
 def _open_ends(grid: Grid) -> list[str]:
     """Jobs that have not ended, and programs that wait."""
     waiting = [line for client in grid.clients for line in client.waits_for()]
-    asking = [f"{client.name} has a question" for client in grid.clients if client.questions]
-    return grid.checkers.open_jobs() + waiting + asking
+    return grid.checkers.open_jobs() + waiting + _questions(grid)
 
 
 def _check_rest(grid: Grid) -> None:

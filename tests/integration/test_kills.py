@@ -1,0 +1,208 @@
+"""SIGKILL in the middle of the work: no accepted job is lost, none has two results.
+
+Kills are triggered by the number of jobs accepted so far, while more are on the wire; each test
+proves that they were. EKIDEN_KILLS sets how many (`make chaos` asks for 50).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from dataclasses import dataclass
+
+import pytest
+
+import ekiden
+from ekiden.cli.chronicle import lines
+from ekiden.world.disk import FolderStorage
+from tests.integration.processes import Child, Site, until, wait_workers
+
+KILLS = max(1, int(os.environ.get("EKIDEN_KILLS", "12")))
+JOBS = max(50_000, KILLS * 2_000)
+
+# Jobs handed over and not accepted yet. Well below the distance between two kills, so that jobs
+# are still to be submitted after the last one.
+WINDOW = 1_200
+
+
+def payload_of(number: int) -> bytes:
+    return b"input %d" % number
+
+
+def output_of(number: int) -> bytes:
+    return hashlib.sha256(payload_of(number)).hexdigest().encode()
+
+
+class Load:
+    """Submits jobs from a thread of its own, never far ahead of what is accepted."""
+
+    def __init__(self, client: ekiden.Client, count: int) -> None:
+        self.client = client
+        self.count = count
+        self.futures: list[ekiden.JobFuture] = []
+        self._accepted = 0
+        self._thread = threading.Thread(target=self._submit_all, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def handed_over(self) -> int:
+        return len(self.futures)
+
+    @property
+    def accepted(self) -> int:
+        """How many, without a gap, are known to be accepted."""
+        futures = self.futures
+        while self._accepted < len(futures) and futures[self._accepted].accepted:
+            self._accepted += 1
+        return self._accepted
+
+    def _submit_all(self) -> None:
+        while self.handed_over < self.count:
+            if self.handed_over - self.accepted >= WINDOW:
+                time.sleep(0.0005)
+                continue
+            first = self.handed_over
+            numbers = range(first, min(first + 100, self.count))
+            self.futures += self.client.submit_many(
+                "sha256", map(payload_of, numbers), job_ids=(f"job-{n}" for n in numbers)
+            )
+
+    def wait_results(self, timeout_s: float) -> None:
+        """Every job has ended, each with the result of its own input."""
+        self._thread.join(timeout_s)
+        assert self.handed_over == self.count
+        _, missing = wait(self.futures, timeout_s)
+        assert not missing, f"{len(missing)} jobs have no outcome, as {next(iter(missing))!r}"
+        for number, future in enumerate(self.futures):
+            assert future.accepted
+            assert future.result(0).output == output_of(number), future
+
+
+@dataclass
+class Kill:
+    """What was under way when a process was killed."""
+
+    at: int
+    """Jobs accepted when the kill was triggered."""
+    in_flight: int
+    """Jobs handed over before the kill and not accepted when the process was dead."""
+
+
+def kill_points(count: int = JOBS) -> Iterator[int]:
+    for number in range(1, KILLS + 1):
+        yield number * count // (KILLS + 1)
+
+
+def kill_at(load: Load, point: int, victims: Callable[[], list[Child]]) -> Kill:
+    until(lambda: load.accepted >= point, f"{point} accepted jobs", 60)
+    handed_over, at = load.handed_over, load.accepted
+    for victim in victims():
+        os.kill(victim.pid, 9)
+    for victim in victims():
+        assert victim.wait() == -9
+    # What the broker said before it died has been read once the client knows of its death.
+    until(lambda: not load.client.connected or load.accepted >= handed_over, "the loss to be seen")
+    return Kill(at, handed_over - load.accepted)
+
+
+def check_history(site: Site, count: int) -> None:
+    """The journal is sound, and every job entered and settled exactly once in it."""
+    assert site.run("log", "verify", str(site.data), "--json").json["ok"]
+    entered: Counter[str] = Counter()
+    settled: Counter[str] = Counter()
+    for line in lines(FolderStorage(site.data)):
+        if line["event"] == "enqueue":
+            entered[line["job"]] += 1
+        elif line["event"] in ("ack", "dlq", "cancel", "expire"):
+            settled[line["job"]] += 1
+    ids = {f"job-{n}" for n in range(count)}
+    assert entered.keys() == settled.keys() == ids
+    assert set(entered.values()) == set(settled.values()) == {1}
+
+
+def check_counters(client: ekiden.Client, count: int) -> None:
+    jobs = client.stats()["jobs"]
+    expected = {"queued": 0, "leased": 0, "delayed": 0, "cancelling": 0, "failed": 0, "done": count}
+    assert {name: jobs[name] for name in expected} == expected
+    assert jobs["accepted_total"] == jobs["settled_total"] == count
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + KILLS * 10)
+def test_no_accepted_job_is_lost_when_the_broker_is_killed_again_and_again(site: Site) -> None:
+    site.start_broker("--snapshot-interval", "3", "--segment-mb", "1")
+    client = site.client(batch_jobs=200)
+    site.start_worker(slots=2)
+    wait_workers(client)
+    load = Load(client, JOBS)
+    load.start()
+
+    kills = []
+    for point in kill_points():
+        kills.append(kill_at(load, point, lambda: [site.broker]))
+        site.start_broker("--snapshot-interval", "3", "--segment-mb", "1")
+    load.wait_results(90)
+
+    assert len(kills) == KILLS
+    assert all(kill.at < JOBS for kill in kills)
+    interrupted = [kill for kill in kills if kill.in_flight > 0]
+    assert len(interrupted) == KILLS, f"some kills met no submit in flight: {kills}"
+    check_counters(client, JOBS)
+    assert site.broker.terminate() == 0
+    check_history(site, JOBS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + KILLS * 10)
+def test_no_accepted_job_is_lost_when_the_worker_is_killed_again_and_again(site: Site) -> None:
+    count = max(20_000, KILLS * 1_000)
+    site.start_broker()
+    client = site.client(batch_jobs=200)
+    worker = site.start_worker("w1")
+    wait_workers(client)
+    load = Load(client, count)
+    load.start()
+
+    for number in range(1, KILLS + 1):
+        point = number * count // (KILLS + 1)
+        until(lambda at=point: load.accepted >= at, f"{point} accepted jobs", 60)
+        worker.kill()
+        worker = site.start_worker("w1")
+    load.wait_results(90)
+
+    check_counters(client, count)
+    assert site.broker.terminate() == 0
+    check_history(site, count)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + KILLS * 10)
+def test_no_accepted_job_is_lost_when_broker_and_worker_are_killed_together(site: Site) -> None:
+    count = max(20_000, KILLS * 1_000)
+    site.start_broker()
+    client = site.client(batch_jobs=200)
+    worker = site.start_worker("w1")
+    wait_workers(client)
+    load = Load(client, count)
+    load.start()
+
+    kills = []
+    for number in range(1, KILLS + 1):
+        kills.append(
+            kill_at(load, number * count // (KILLS + 1), lambda: [site.broker, worker])
+        )
+        site.start_broker()
+        worker = site.start_worker("w1")
+    load.wait_results(90)
+
+    assert all(kill.in_flight > 0 for kill in kills), kills
+    check_counters(client, count)
+    assert site.broker.terminate() == 0
+    check_history(site, count)
