@@ -28,6 +28,7 @@ class BrokerConfig:
     snapshot_interval_s: float = limits.SNAPSHOT_INTERVAL_NS / NS
     segment_mb: float = limits.SEGMENT_BYTES / (1 << 20)
     keep_log_days: float = limits.KEEP_LOG_NS / (86400 * NS)
+    retention_ns: int = limits.RETENTION_NS
     client_cap: int = 0
     results_max: int = limits.RESULTS_KEPT_MAX
     ids_max: int = limits.IDS_KEPT_MAX
@@ -44,6 +45,7 @@ class BrokerConfig:
         """What of it the book has to know."""
         return Settings(
             client_inflight_max=self.client_cap,
+            retention_ns=self.retention_ns,
             results_max=self.results_max,
             ids_max=max(self.ids_max, self.results_max),
         )

@@ -40,10 +40,10 @@ def flaky(job: ekiden.Job) -> int:
 async def gate(job: ekiden.Job) -> str:
     """Says that it runs by making the file `<payload>.began`; ends when `<payload>.open` exists."""
     path = Path(job.payload.decode())
-    with path.with_suffix(".began").open("a") as file:  # noqa: ASYNC230
+    with path.with_suffix(".began").open("a") as file:
         file.write(f"{job.id} {job.attempt} {os.getpid()}\n")
     job.progress({"waiting": path.name})
-    while not path.with_suffix(".open").exists():  # noqa: ASYNC240
+    while not path.with_suffix(".open").exists():
         await asyncio.sleep(0.01)
     return path.name
 

@@ -123,7 +123,7 @@ class _Planning:
             plans = scheduler.plan(book, {self._route: 1})
             (grant,) = self._apply(submit, *plans).grants
             worker = self._roster.workers[grant.worker.id]
-            scheduler.forget_plans()
+            scheduler.forget_plans(book)
             scheduler.freed(worker, book)
             self._apply(c.Finish(worker.id, grant.number, None, [b"r" * 100]))
             scheduler.freed(worker, book)

@@ -147,22 +147,35 @@ class Herald:
             self._owing[peer] = None
 
     def _pay(self, peer: Peer) -> None:
-        left = limits.OWED_BYTES_PER_TURN
-        while peer.owed and left > 0:
-            row = peer.owed.popleft()
-            left -= _NEWS_BYTES
-            if not isinstance(row.place, Settlement):
-                if row.place is not None:  # replayed meanwhile; without a place it was purged
-                    self.attach(peer, row)
-                continue
-            output = self.output(row) if row.place.state == DONE else None
-            if output is None:
-                peer.end(p.ended(row))
-            else:
-                peer.result(p.result_run(row.place, [row], [output]))
+        owed, left = peer.owed, limits.OWED_BYTES_PER_TURN
+        while owed and left > 0:
+            place, wall = owed[0].place, owed[0].origin.wall
+            rows: list[Row] = []
+            outputs: list[bytes] = []
+            while owed and left > 0 and owed[0].place is place and owed[0].origin.wall == wall:
+                row = owed.popleft()
+                left -= _NEWS_BYTES
+                output = self._final_output(row)
+                if output is None:
+                    self._tell_without_output(peer, row)
+                    continue
+                rows.append(row)
+                outputs.append(output)
                 left -= len(output)
-        if not peer.owed:
+            if rows:
+                peer.result(p.result_run(place, rows, outputs))
+        if not owed:
             del self._owing[peer]
+
+    def _final_output(self, row: Row) -> bytes | None:
+        settled = isinstance(row.place, Settlement) and row.place.state == DONE
+        return self.output(row) if settled else None
+
+    def _tell_without_output(self, peer: Peer, row: Row) -> None:
+        if isinstance(row.place, Settlement):
+            peer.end(p.ended(row))
+        elif row.place is not None:  # replayed meanwhile; without a place it was purged
+            self.attach(peer, row)
 
 
 def _run_end(rows: list[Row], start: int) -> int:

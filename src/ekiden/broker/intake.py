@@ -104,7 +104,7 @@ class Intake:
             )
         if book.live_bytes + self.incoming_bytes + size > limits.TOTAL_BYTES_MAX:
             raise QueueFull(
-                f"the broker holds {limits.TOTAL_BYTES_MAX >> 30} GB of payloads, the most it takes",
+                f"the broker holds {limits.TOTAL_BYTES_MAX >> 30} GB of payloads, all it takes",
                 remedy="retry later, or add workers",
                 retry_after_s=1,
             )

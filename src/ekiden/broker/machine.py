@@ -237,7 +237,7 @@ class BrokerMachine:
         entry, batch = self._flying
         self._flying = None
         changes = self.book.apply(entry)
-        self.scheduler.forget_plans()
+        self.scheduler.forget_plans(self.book)
         self._tell(changes, batch, now)
 
     def _begin_snapshot(self) -> None:
@@ -254,7 +254,7 @@ class BrokerMachine:
         self.journal.withdraw()
         _, batch = self._flying
         self._flying = None
-        self.scheduler.forget_plans()
+        self.scheduler.forget_plans(self.book)
         for worker in self.roster.workers.values():
             self.scheduler.freed(worker, self.book)
         for route in self.book.queues:
@@ -618,9 +618,10 @@ class BrokerMachine:
         if worker.quarantined_until and now >= worker.quarantined_until:
             worker.quarantined_until = 0
             self.scheduler.freed(worker, self.book)
-        if now - worker.heard <= self.config.silence_ns:
-            return
         peer = self.peers.get(worker.conn) if worker.conn is not None else None
+        heard = worker.heard if peer is None else peer.heard  # any word is a sign of life
+        if now - heard <= self.config.silence_ns:
+            return
         if peer is not None:
             peer.close()
         worker.conn = None

@@ -188,7 +188,8 @@ class BrokerWorld:
     async def _snapshot(self, upto: int) -> None:
         journal = self.machine.journal
         assert isinstance(journal, LocalJournal)
-        keep_ns = int(self.config.keep_log_days * 86400 * NS)
+        # Large results lie in the journal alone: it is kept at least as long as they are promised.
+        keep_ns = max(int(self.config.keep_log_days * 86400 * NS), self.config.retention_ns)
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "ekiden.broker.snapshotter", str(self.folder), str(upto),
             journal.group.hex(), str(keep_ns), str(limits.KEEP_LOG_BYTES),

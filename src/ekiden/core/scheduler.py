@@ -80,7 +80,8 @@ class Scheduler:
         self._pools: dict[Route, Pool] = {}
         self._by_workers: dict[tuple[str, ...], Pool] = {}
         self._of_worker: dict[str, list[Pool]] = {}
-        self._planned: list[RosterWorker] = []
+        self._planned: dict[RosterWorker, int] = {}
+        """Workers in the last plan → what they held before it."""
         self._version = -1
         self._uses = 0
 
@@ -125,18 +126,24 @@ class Scheduler:
             plans.append(Assign(worker.id, route, count))
             taken[route] = taken.get(route, 0) + count
             self._uses += 1
+            if not worker.planned:
+                self._planned[worker] = worker.held(book)
             worker.plan(count, route.needs)
-            self._planned.append(worker)
             worker.last_use = self._uses
             worker.stamp += 1
             if available > count:
                 ring[route] = None
         return plans
 
-    def forget_plans(self) -> None:
+    def forget_plans(self, book: JobBook) -> None:
         """The last plan is in the book now, or was withdrawn."""
-        for worker in self._planned:
+        for worker, held in self._planned.items():
+            expected = held + worker.planned
             worker.forget_plans()
+            if worker.held(book) < expected:
+                # A repeated submit or a client's cap left it with less, so routes may be parked
+                # for want of the room it has after all, and nothing else will tell.
+                self.freed(worker, book)
         self._planned.clear()
 
     def waiting_on(self, route: Route, book: JobBook) -> list[RosterWorker]:

@@ -85,6 +85,8 @@ class Faults:
         grid.disk.capacity = 1 << 40
         grid.broker.slowness_ns = 0
         grid.universe.right_wall()
+        for worker in grid.workers:
+            worker.slowness = 1
         for process in grid.processes:
             process.resume_now()
             if not process.alive:
