@@ -27,9 +27,9 @@ from ekiden.world.disk import FolderStorage
 KILLS = max(1, int(os.environ.get("EKIDEN_KILLS", "12")))
 JOBS = max(50_000, KILLS * 2_000)
 
-# Jobs handed over and not accepted yet. Well below the distance between two kills, so that jobs
-# are still to be submitted after the last one.
+# Jobs handed over and not accepted yet, in frames of BATCH.
 WINDOW = 1_200
+BATCH = 100
 
 
 def payload_of(number: int) -> bytes:
@@ -41,16 +41,18 @@ def output_of(number: int) -> bytes:
 
 
 class Load:
-    """Submits jobs from a thread of its own, never far ahead of what is accepted."""
+    """Submits jobs from a thread of its own, never far ahead of what is accepted.
 
-    def __init__(self, client: ekiden.Client, count: int) -> None:
+    `least` jobs at least, and more until `finish` is called.
+    """
+
+    def __init__(self, client: ekiden.Client, least: int) -> None:
         self.client = client
-        self.count = count
+        self.least = least
         self.futures: list[ekiden.JobFuture] = []
         self._accepted = 0
+        self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._submit_all, daemon=True)
-
-    def start(self) -> None:
         self._thread.start()
 
     @property
@@ -66,25 +68,27 @@ class Load:
         return self._accepted
 
     def _submit_all(self) -> None:
-        while self.handed_over < self.count:
+        while self.handed_over < self.least or not self._finishing.is_set():
             if self.handed_over - self.accepted >= WINDOW:
                 time.sleep(0.0005)
                 continue
             first = self.handed_over
-            numbers = range(first, min(first + 100, self.count))
+            numbers = range(first, first + BATCH)
             self.futures += self.client.submit_many(
                 "sha256", map(payload_of, numbers), job_ids=(f"job-{n}" for n in numbers)
             )
 
-    def wait_results(self, timeout_s: float) -> None:
-        """Every job has ended, each with the result of its own input."""
+    def finish(self, timeout_s: float = 90.0) -> int:
+        """Wait for every job to end with the result of its own input; how many there were."""
+        self._finishing.set()
         self._thread.join(timeout_s)
-        assert self.handed_over == self.count
+        assert not self._thread.is_alive(), f"only {self.accepted} jobs were accepted"
         _, missing = wait(self.futures, timeout_s)
         assert not missing, f"{len(missing)} jobs have no outcome, as {next(iter(missing))!r}"
         for number, future in enumerate(self.futures):
             assert future.accepted
             assert future.result(0).output == output_of(number), future
+        return self.handed_over
 
 
 @dataclass
@@ -100,11 +104,11 @@ class Kill:
 def kill_again_and_again(
     load: Load, victims: Callable[[], list[Child]], restart: Callable[[], object]
 ) -> list[Kill]:
-    """Kill and restart until KILLS of them met submits in flight, spread over the whole load."""
+    """Kill and restart until KILLS of them met submits in flight, spread over the load."""
     kills: list[Kill] = []
-    while (left := KILLS - sum(kill.in_flight > 0 for kill in kills)) > 0:
+    while sum(kill.in_flight > 0 for kill in kills) < KILLS:
         assert len(kills) < 3 * KILLS, f"most kills met no submit in flight: {kills}"
-        distance = (load.count - load.accepted) // (left + 1)
+        distance = max(load.least // (KILLS + 1), BATCH)
         kills.append(kill_at(load, load.accepted + distance, victims()))
         restart()
     return kills
@@ -156,60 +160,59 @@ def test_no_accepted_job_is_lost_when_the_broker_is_killed_again_and_again(site:
     # Snapshots, rotation and compression go on meanwhile, and are killed too.
     flags = ("--snapshot-interval", "3", "--segment-mb", "1")
     site.start_broker(*flags)
-    client = site.client(batch_jobs=200)
+    client = site.client(batch_jobs=BATCH)
     site.start_worker()
     wait_workers(client)
     load = Load(client, JOBS)
-    load.start()
 
     kills = kill_again_and_again(load, lambda: [site.broker], lambda: site.start_broker(*flags))
-    load.wait_results(90)
+    count = load.finish()
 
+    assert count >= JOBS
     assert sum(kill.in_flight > 0 for kill in kills) == KILLS
-    check_end(site, client, JOBS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120 + KILLS * 10)
-def test_no_accepted_job_is_lost_when_the_worker_is_killed_again_and_again(site: Site) -> None:
-    count = JOBS // 2
-    site.start_broker()
-    client = site.client(batch_jobs=200)
-    worker = site.start_worker()
-    wait_workers(client)
-    load = Load(client, count)
-    load.start()
-
-    held = []
-    for number in range(1, KILLS + 1):
-        point = number * count // (KILLS + 1)
-        until(lambda at=point: load.accepted >= at, f"{point} accepted jobs", 60)
-        worker.kill()
-        held.append(client.stats()["jobs"]["leased"])
-        worker = site.start_worker()
-    load.wait_results(90)
-
-    assert sum(count > 0 for count in held) >= KILLS // 2, f"few kills met a lease: {held}"
     check_end(site, client, count)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120 + KILLS * 10)
-def test_no_accepted_job_is_lost_when_broker_and_worker_are_killed_together(site: Site) -> None:
-    count = JOBS // 2
+def test_no_accepted_job_is_lost_when_the_worker_is_killed_again_and_again(site: Site) -> None:
     site.start_broker()
-    client = site.client(batch_jobs=200)
+    client = site.client()
+    worker = site.start_worker()
+    ids = [f"job-{n}" for n in range(JOBS)]
+    futures = client.submit_many("sha256", map(payload_of, range(len(ids))), job_ids=ids)
+
+    leased = []
+    for _ in range(KILLS):
+        # Each worker gets to bring some results, and is killed while it holds many more jobs.
+        point = client.stats()["jobs"]["done"] + 200
+        until(lambda at=point: client.stats()["jobs"]["done"] >= at, f"{point} results", 60)
+        os.kill(worker.pid, signal.SIGKILL)
+        leased.append(client.stats()["jobs"]["leased"])
+        worker.wait()
+        worker = site.start_worker()
+
+    for number, future in enumerate(futures):
+        assert future.result(60).output == output_of(number)
+    assert all(leases > 0 for leases in leased), f"some kills met no lease: {leased}"
+    check_end(site, client, len(ids))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + KILLS * 10)
+def test_no_accepted_job_is_lost_when_broker_and_worker_are_killed_together(site: Site) -> None:
+    site.start_broker()
+    client = site.client(batch_jobs=BATCH)
     workers = [site.start_worker()]
     wait_workers(client)
-    load = Load(client, count)
-    load.start()
+    load = Load(client, JOBS // 2)
 
     def restart() -> None:
         site.start_broker()
         workers.append(site.start_worker())
 
     kills = kill_again_and_again(load, lambda: [site.broker, workers[-1]], restart)
-    load.wait_results(90)
+    count = load.finish()
 
     assert sum(kill.in_flight > 0 for kill in kills) == KILLS
     check_end(site, client, count)
@@ -241,11 +244,10 @@ def test_a_killed_client_leaves_its_jobs_and_another_finds_them(site: Site) -> N
 
 def test_a_terminated_broker_leaves_a_snapshot_and_loses_nothing(site: Site) -> None:
     site.start_broker()
-    client = site.client(batch_jobs=200)
+    client = site.client(batch_jobs=BATCH)
     worker = site.start_worker()
     wait_workers(client)
     load = Load(client, 20_000)
-    load.start()
     until(lambda: load.accepted >= 5_000, "some accepted jobs")
 
     assert site.broker.terminate() == 0
@@ -259,5 +261,4 @@ def test_a_terminated_broker_leaves_a_snapshot_and_loses_nothing(site: Site) -> 
     site.start_broker()
     assert time.monotonic() - began < 10
     assert worker.alive
-    load.wait_results(60)
-    check_end(site, client, 20_000)
+    check_end(site, client, load.finish())

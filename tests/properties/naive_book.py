@@ -105,7 +105,7 @@ class Told:
 class NaiveBook:
     """Jobs by id, and nothing clever."""
 
-    def __init__(self, backoff_until: Callable[[str], int]) -> None:
+    def __init__(self, backoff_until: Callable[[str, int], int]) -> None:
         self._backoff_until = backoff_until
         self.jobs: dict[str, Job] = {}
         self.settings = c.Settings()
@@ -244,25 +244,27 @@ class NaiveBook:
         self.told.grants.append((number, command.worker, [job.id for job in taken]))
 
     def take(self, route: j.Route, count: int) -> list[Job]:
-        """Highest priority first; round the clients, each an equal share of what is left to give
-        (at least one), never past its cap."""
+        """Highest priority first; round and round the clients, in each round an equal share of what
+        is left to give (at least one), never past a client's cap."""
         taken: list[Job] = []
         cap = self.settings.client_inflight_max
         for priority in range(9, -10, -1):
             ring = self.rings.get((route, priority), [])
             while ring and count > len(taken):
-                lane = ring.pop(0)
-                share = max(1, (count - len(taken)) // (len(ring) + 1))
-                if cap:
-                    share = min(share, cap - self.inflight(lane[2]))
-                given, self.lanes[lane] = self.lanes[lane][:share], self.lanes[lane][share:]
-                for job in given:
-                    job.state = LEASED
-                taken += given
-                if self.lanes[lane]:
+                equal = max(1, (count - len(taken)) // len(ring))
+                for lane in list(ring):
+                    if len(taken) == count:
+                        break
+                    free = cap - self.inflight(lane[2]) if cap else equal
+                    share = min(equal, free)
+                    given, self.lanes[lane] = self.lanes[lane][:share], self.lanes[lane][share:]
+                    for job in given:
+                        job.state = LEASED
+                    taken += given
+                    ring.remove(lane)
                     ring.append(lane)
-                self.drop_if_empty(lane)
-                self.park_if_at_cap(lane[2])
+                    self.drop_if_empty(lane)
+                    self.park_if_at_cap(lane[2])
         return taken
 
     def owned(self, worker: str, grant: int, offset: int) -> Job | None:
@@ -390,7 +392,7 @@ class NaiveBook:
         else:
             self.totals["retried"] += 1
             base = min(settings.backoff_first_ns * 2 ** (job.burned - 1), settings.backoff_max_ns)
-            until = self._backoff_until(job.id)
+            until = self._backoff_until(job.id, self.time + base)
             assert base * 8 // 10 <= until - self.time <= base * 12 // 10, job
             job.grant = 0
             self.nap([job], until, self.naps)

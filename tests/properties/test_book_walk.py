@@ -53,12 +53,11 @@ class Walk:
         # Some lives are short of workers, some full of failures, some of people changing things.
         self.kinds = kinds + self.rng.choice(("", "SSSSS", "EEEXX", "CCYYQ", "AAFF"))
 
-    def backoff_until(self, job_id: str) -> int:
+    def backoff_until(self, job_id: str, about: int) -> int:
         row = self.live.find(job_id)
-        # A backoff that ended in the same entry (a cancel, say) is not to be seen any more.
         if row is not None and type(row.place) is Delay:
             return row.place.until
-        return self.naive.time + self.naive.settings.backoff_first_ns
+        return about  # it ended in the same entry, by a cancel say, and is not to be seen any more
 
     def ids(self, most: int) -> list[str]:
         known = list(self.naive.jobs) or ["nobody"]

@@ -4,7 +4,8 @@ Two voices: tables and sentences for people, which may change with any release, 
 is stable: one document, or one per line where there is a stream. Results go to stdout, everything
 about them to stderr, so that a pipe carries results only.
 
-Exit codes: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused.
+Exit codes: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused, and as everywhere
+130 for Ctrl-C. A bug of ours ends with 70.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ WRONG_USAGE: Final = 2
 UNREACHABLE: Final = 3
 REFUSED: Final = 4
 
-EXIT_CODES: Final = (
-    "exit codes: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused"
-)
+INTERRUPTED: Final = 130
+BUG: Final = 70
+
+# Fits a terminal of 80 columns.
+EXIT_CODES: Final = "exit: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused"
 
 # A terminal is never asked to draw more than a person can read, nor to obey what a job wrote.
 _CELL_MAX: Final = 120
@@ -62,10 +65,26 @@ def error_document(error: BaseException) -> dict[str, Any]:
 
 def print_error(error: BaseException, *, as_json: bool) -> None:
     """One sentence and what to do about it, on stderr."""
-    if as_json:
-        print(to_json(error_document(error)), file=sys.stderr)
-    else:
-        print(f"ekiden: {plain(str(error), limit=2000)}", file=sys.stderr)
+    text = to_json(error_document(error)) if as_json else f"ekiden: {sentence(error)}"
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        pass  # Nobody listens any more; the exit code still tells.
+
+
+def sentence(error: BaseException) -> str:
+    """`error` in one line. Where a handler failed is many: `jobs show` has them."""
+    text = str(error)
+    if isinstance(error, errors.JobFailed):
+        last = error.causes[-1] if error.causes else {}
+        message = str(last.get("message", ""))
+        text = text.replace(message, first_line(message))
+    return plain(text, limit=2000)
+
+
+def first_line(text: str) -> str:
+    """What a message says before it goes into details."""
+    return text.partition("\n")[0]
 
 
 def to_json(document: Any) -> str:
@@ -134,6 +153,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
     _console().print(table)
 
 
+def print_lines(text: str, *, indent: str = "") -> None:
+    """Text of several lines as it is, but for control characters."""
+    for line in text.splitlines():
+        print(indent + plain(line, limit=2000))
+
+
 def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
     """One fact per line, names aligned; facts without a value are left out."""
     shown = [(name, value) for name, value in facts if value not in (None, "", [], {})]
@@ -180,12 +205,18 @@ def plain(text: str, *, limit: int = _CELL_MAX) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def clock(wall_ns: int | None) -> str:
-    """A wall time for people, in their own zone."""
+def clock(wall_ns: int | None, *, exact: bool = False) -> str:
+    """A wall time for people, in their own zone; `exact` to the millisecond."""
     if not wall_ns:
         return ""
     moment = datetime.fromtimestamp(wall_ns / NS, UTC).astimezone()
-    return moment.strftime("%Y-%m-%d %H:%M:%S.") + f"{moment.microsecond // 1000:03d}"
+    rest = f".{moment.microsecond // 1000:03d}" if exact else ""
+    return moment.strftime("%Y-%m-%d %H:%M:%S") + rest
+
+
+def count(number: int, noun: str, plural: str = "") -> str:
+    """`1 job`, `2,000 jobs`."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def span(seconds: float) -> str:
@@ -204,9 +235,9 @@ def span(seconds: float) -> str:
     return f"{days} d {hours:02d} h"
 
 
-def size(count: int) -> str:
+def size(number: int) -> str:
     """Bytes in the unit that leaves few digits."""
-    amount = float(count)
+    amount = float(number)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"

@@ -46,6 +46,8 @@ _MASK: Final = SHARDS - 1
 # doubled, so that ten thousand that are all in use are not looked through for each newcomer.
 IDLE_KEPT: Final = 4096
 
+# Causes kept of one job with their words. A job may have more attempts than this, up to its own
+# limit; what is beyond is a line without words.
 HISTORY_MAX: Final = 64
 SPECS_CACHED: Final = 4096
 
@@ -526,9 +528,20 @@ class JobBook:
         message = message[: limits.ERROR_TEXT_MAX]
         row.history.append(j.Cause(row.attempt, worker, cause, message, self.wall, burned, note))
         if len(row.history) > HISTORY_MAX:
-            # Attempts that never began tell least; without one, the oldest goes.
-            idle = (n for n, past in enumerate(row.history) if not past.burned)
-            del row.history[next(idle, 0)]
+            self._shorten(row.id, row.history)
+
+    def _shorten(self, job_id: str, history: list[j.Cause]) -> None:
+        """Attempts that never began tell least and go first, then those of earlier generations.
+        The others are still counted against the limits: of the oldest only the words go."""
+        generation, base = self.generations.get(job_id, (0, 0))
+        gone = next((n for n, past in enumerate(history) if not past.burned), 0 if base else None)
+        if gone is None:
+            old = len(history) - HISTORY_MAX - 1
+            history[old] = msgspec.structs.replace(history[old], message="", note=None)
+            return
+        del history[gone]
+        if gone < base:
+            self.generations[job_id] = (generation, base - 1)
 
     def burned(self, row: Row) -> list[j.Cause]:
         """Attempts that count against the limit: begun, and of the present generation."""

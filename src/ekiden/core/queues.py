@@ -100,9 +100,14 @@ class Queue:
         taken: list[tuple[Lane, list[Row]]] = []
         for priority in sorted(self.rings, reverse=True):
             ring = self.rings.get(priority)
+            turns = equal = 0
             while ring and count:
+                if not turns:
+                    # Once round the ring with the same share for everyone in it.
+                    turns, equal = len(ring), max(1, count // len(ring))
+                turns -= 1
                 lane = ring[0]
-                share = min(lane.ready, max(1, count // len(ring)))
+                share = min(lane.ready, equal)
                 if cap:
                     share = min(share, cap - lane.client.inflight)
                 rows = lane.pop(share)

@@ -159,7 +159,9 @@ class SimBroker(Process):
             self.universe.count("died at a failpoint")
             self.on_crash(self._dice.random() < 0.6)
         except CorruptJournal as error:
-            raise Violation("I9", f"the journal is refused after ordinary faults: {error}") from None
+            raise Violation(
+                "I9", f"the journal is refused after ordinary faults: {error}"
+            ) from None
         except StorageFault as error:
             self.universe.count("ended by a disk error")
             self.universe.tell(f"broker ends: {error}")

@@ -38,7 +38,7 @@ from ekiden.machine import Frame
 from ekiden.model.jobs import CANCELLED, DONE, EXPIRED, TERMINAL, Route
 from ekiden.simulation.disk import SimDisk
 from ekiden.simulation.mirror import Mirror
-from ekiden.simulation.network import Network, Party, body_of
+from ekiden.simulation.network import End, Network, Party, body_of
 from ekiden.simulation.plans import JobPlan
 from ekiden.simulation.world import Universe, Violation
 from ekiden.wire import messages
@@ -115,15 +115,15 @@ class Checkers:
         if kind == "sync":
             self.mirror.synced(name)
 
-    def sent(
-        self, sender: Party, receiver: Party, kind: int, msg_id: int, corr_id: int, raw: bytes
-    ) -> None:
+    def sent(self, sender: End, receiver: End, kind: int, msg_id: int, raw: bytes) -> None:
         """A frame left a process."""
-        if sender.name == BROKER:
+        name = sender.party.name
+        if name == BROKER:
             if not self._entitled:
-                raise Violation("I9", f"the broker spoke to {receiver.name} before it had recovered")
+                who = receiver.party.name
+                raise Violation("I9", f"the broker spoke to {who} before it had recovered")
             if kind == _ASSIGN:
-                self._check_assign(receiver, messages.decode(kind, body_of(raw)))
+                self._check_assign(receiver.party.name, messages.decode(kind, body_of(raw)))
             elif kind == _ACCEPTED:
                 self._check_accepted(receiver, messages.decode(kind, body_of(raw)))
             elif kind == _RESULTS:
@@ -132,10 +132,10 @@ class Checkers:
                 self._check_attached(messages.decode(kind, body_of(raw)))
         elif kind == _SUBMIT:
             submit: Any = messages.decode(kind, body_of(raw))
-            self._submits[sender.name, sender.incarnation, msg_id] = submit
+            self._submits[name, sender.incarnation, msg_id] = submit
         elif kind in (_JOIN, _CREDIT):
             said: Any = messages.decode(kind, body_of(raw))
-            self._credit[sender.name] = max(self._credit.get(sender.name, 0), said.credit)
+            self._credit[name] = max(self._credit.get(name, 0), said.credit)
 
     def delivered(self, sender: Party, receiver: Party, frame: Frame) -> None:
         """A frame reached a process."""
@@ -156,24 +156,25 @@ class Checkers:
 
     # -------------------------------------------------------------- frames of the broker
 
-    def _check_assign(self, receiver: Party, message: Any) -> None:
+    def _check_assign(self, worker: str, message: Any) -> None:
         for run in message.runs:
             for at, job in enumerate(run.ids):
                 attempt = run.attempts[at] if run.attempts else 1
                 lease = self._leases.get((run.grant, run.first + at))
-                if lease != (job, attempt, receiver.name):
+                if lease != (job, attempt, worker):
                     raise Violation(
                         "I5",
-                        f"assign of {job} attempt {attempt} (grant {run.grant}) to {receiver.name}; "
+                        f"assign of {job} attempt {attempt} (grant {run.grant}) to {worker}; "
                         f"the disk holds {lease}",
                     )
 
-    def _check_accepted(self, receiver: Party, message: Any) -> None:
+    def _check_accepted(self, receiver: End, message: Any) -> None:
+        client = receiver.party.name
         refused = {(each.message, each.offset) for each in message.refused}
         for number in message.messages:
-            submit = self._submits.get((receiver.name, receiver.incarnation, number))
+            submit = self._submits.get((client, receiver.incarnation, number))
             if submit is None:
-                raise Violation("I9", f"{receiver.name} got an answer to a submit it never sent")
+                raise Violation("I9", f"{client} got an answer to a submit it never sent")
             for offset, job in enumerate(submit.ids):
                 if (number, offset) in refused or (number, -1) in refused:
                     continue
@@ -308,7 +309,10 @@ class Checkers:
             return
         self._idle_entries += 1
         if self._idle_entries > _IDLE_ENTRIES_MAX:
-            raise Violation("I8", f"{self._idle_entries} entries in a row changed nothing, last {entry.commands}")
+            raise Violation(
+                "I8",
+                f"{self._idle_entries} entries in a row changed nothing, last {entry.commands}",
+            )
 
     # -------------------------------------------------------------- what others report
 
@@ -438,7 +442,9 @@ class Silences:
         excuse = self._excused.get(worker)
         if excuse is None or self._universe.now - excuse > _FORFEIT_UNDER_WAY_NS:
             silent = self._universe.now - self._heard.get(worker, self._listening_since)
-            raise Violation("lease", f"{worker} lost its leases after {silent / NS:.1f} s of silence")
+            raise Violation(
+                "lease", f"{worker} lost its leases after {silent / NS:.1f} s of silence"
+            )
 
     def _is_long(self, worker: str) -> bool:
         config = self._config

@@ -29,7 +29,9 @@ class Grid:
         self.config = _make_config(self.dice)
         self.checkers = Checkers(universe, self.network, self.disk, self.config, self.plans)
         self.broker = SimBroker(universe, self.network, self.disk, self.config, self.checkers)
-        self.workers = [self._make_worker(number) for number in range(self.dice.choice((1, 2, 3, 4)))]
+        self.workers = [
+            self._make_worker(number) for number in range(self.dice.choice((1, 2, 3, 4)))
+        ]
         self.clients = [
             SimClient(universe, self.network, f"c{number}", watcher=self.checkers)
             for number in range(self.dice.choice((1, 2, 3)))
@@ -49,7 +51,9 @@ class Grid:
             watcher=self.checkers,
             slots=slots,
             # The first can do everything, so that no job waits for ever.
-            patterns=[">"] if number == 0 else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
+            patterns=[">"]
+            if number == 0
+            else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
             labels={"gpu": "yes"} if number == 0 or dice.random() < 0.3 else {},
             prefetch=dice.choice((slots, 2 * slots, 2 * slots, 4 * slots, None)),
             slowness=dice.choice((1, 1, 1, 5)),

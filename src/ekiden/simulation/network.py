@@ -53,19 +53,14 @@ class Party(Protocol):
         """Something arrived for it."""
 
 
-def frames_of(data: bytes) -> list[tuple[int, int, int, bytes]]:
-    """Whole frames as (type, msg_id, corr_id, all bytes of the frame)."""
+def frames_of(data: bytes) -> list[tuple[int, int, bytes]]:
+    """Whole frames as (type, msg_id, all bytes of the frame)."""
     found = []
     at = 0
     while at < len(data):
         size = 8 + int.from_bytes(data[at : at + 4], "little")
         raw = bytes(data[at : at + size])
-        found.append((
-            raw[8],
-            int.from_bytes(raw[12:20], "little"),
-            int.from_bytes(raw[20:28], "little"),
-            raw,
-        ))  # fmt: skip
+        found.append((raw[8], int.from_bytes(raw[12:20], "little"), raw))
         at += size
     return found
 
@@ -113,7 +108,7 @@ class Network:
 
     def __init__(self, universe: Universe) -> None:
         self.universe = universe
-        self.on_send: Callable[[Party, Party, int, int, int, bytes], None] | None = None
+        self.on_send: Callable[[End, End, int, int, bytes], None] | None = None
         self.on_deliver: Callable[[Party, Party, Frame], None] | None = None
         self.repeat_rate = 0.0
         self.flip_rate = 0.0
@@ -153,9 +148,9 @@ class Network:
         data = bytes(data)
         self.universe.seen(data)
         frames = frames_of(data)
-        for kind, msg_id, corr_id, raw in frames:
+        for kind, msg_id, raw in frames:
             if self.on_send is not None:
-                self.on_send(party, to.party, kind, msg_id, corr_id, raw)
+                self.on_send(end, to, kind, msg_id, raw)
             if kind > _LAST_HELLO_TYPE and self.repeat_rate:
                 data = self._maybe_repeat(end, to, kind, raw, data)
         self._transmit(connection, to, data)

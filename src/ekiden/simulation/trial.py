@@ -116,7 +116,9 @@ def _check_rest(grid: Grid) -> None:
     grid.checkers.check_kept()
     for worker in grid.workers:
         if worker.worker is None or worker.worker.held:
-            raise Violation("I8", f"{worker.name} still holds {worker.worker and worker.worker.held}")
+            raise Violation(
+                "I8", f"{worker.name} still holds {worker.worker and worker.worker.held}"
+            )
     for client in grid.clients:
         if client.client is None or client.client.pending or client.client.open_jobs:
             raise Violation("I8", f"{client.name} still has open jobs")

@@ -50,8 +50,19 @@ def test_a_large_grant_is_shared_among_the_clients_that_wait() -> None:
 
     shares = {letter: sum(name[0] == letter for name in taken) for letter in "abc"}
     assert shares["c"] == 1
-    assert abs(shares["a"] - shares["b"]) <= 15
+    assert abs(shares["a"] - shares["b"]) <= 1
     assert len(taken) == 90
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 7, 64, 250])
+def test_no_size_of_grant_favours_the_client_that_stands_first(count: int) -> None:
+    group = Group()
+    for client in ("ann", "bob"):
+        group.submit(*(f"{client}{n}" for n in range(1600)), client=client)
+
+    taken = [name for _ in range(6) for name in ids_of(group.assign(count=count))]
+
+    assert abs(sum(name[0] == "a" for name in taken) - len(taken) / 2) <= 1
 
 
 def test_routes_do_not_hold_one_another_up() -> None:
