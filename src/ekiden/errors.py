@@ -146,6 +146,12 @@ class FolderInUse(Refusal):
     code = "folder_in_use"
 
 
+class CannotListen(Refusal):
+    """The address to listen on cannot be had: taken, or not of this machine."""
+
+    code = "cannot_listen"
+
+
 class WrongUsage(Refusal):
     """The call or command line does not make sense as given."""
 

@@ -74,6 +74,9 @@ OWED_BYTES_PER_TURN: Final = 4 << 20
 # Relay messages forwarded in one turn, so that publish cannot starve the ledger.
 RELAY_MESSAGES_PER_TURN: Final = 2000
 
+# Slots or credit of one worker: far more than any machine has, so that sums of them stay small.
+SLOTS_MAX: Final = 1 << 20
+
 SUBSCRIPTIONS_PER_CONNECTION: Final = 1000
 PATTERNS_PER_WORKER: Final = 1000
 CONNECTIONS_MAX: Final = 10_000
@@ -103,6 +106,7 @@ MAX_ATTEMPTS_BOUND: Final = 1000
 LOST_WORKERS_MAX: Final = 3  # a job that took three workers down with it is poison
 BACKOFF_FIRST_NS: Final = 1 * NS
 BACKOFF_MAX_NS: Final = 60 * NS
+DELAY_NS_MAX: Final = 3650 * 24 * 3600 * NS  # ten years: sums of times stay far below 64 bits
 PRIORITY_MAX: Final = 9  # -9 .. 9: few classes, each a ring of its own
 
 # One grant: jobs leased to one worker in one go. Larger ones made turns longer, not faster.

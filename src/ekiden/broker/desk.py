@@ -26,6 +26,7 @@ from ekiden.wire import messages as m
 
 # Rows looked at for one listing: bounds the turn it takes, whatever the filter leaves over.
 ROWS_SEEN_MAX = 50_000
+SCAN_ROWS_MAX = 20_000
 LIST_MAX = 1000
 CHANGE_MAX = 10_000
 QUEUES_SHOWN = 100
@@ -73,6 +74,7 @@ class Desk:
             "resume": self._drain,
         }
         self._verb = ""
+        self._partial = False
 
     def asked(self, peer: Peer, msg_id: int, ask: m.Ask, now: Instant) -> None:
         """Answer now, or when the change is applied. Raises a Refusal."""
@@ -84,7 +86,7 @@ class Desk:
         self._verb = ask.verb
         try:
             answer = verb(peer, msg_id, ask.params, now)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
             raise BadRequest(f"parameters of {ask.verb!r} make no sense: {error}") from None
         if answer is not None:
             peer.send(m.Answer(answer), msg_id)
@@ -128,30 +130,82 @@ class Desk:
             raise BadRequest(f"unknown state {state[:40]!r}", remedy=f"use {', '.join(by_state)}")
         return by_state[state] if state else chain(leased, waiting, later, ended)
 
-    def _select(self, params: dict[str, Any]) -> Iterator[Row]:
-        """Rows that pass the filters, each once, after a bounded look."""
+    def _fits(self, params: dict[str, Any]) -> Callable[[Row], bool]:
+        """Whether a row passes the filters."""
         state, subject = params.get("state"), params.get("subject")
-        client, run = params.get("client"), params.get("run")
+        client, run, live = params.get("client"), params.get("run"), params.get("live")
         if subject:
             check_pattern(subject)
-        seen: set[str] = set()
-        for row in islice(self._rows(state), ROWS_SEEN_MAX):
+
+        def fits(row: Row) -> bool:
             spec = row.origin.spec
+            if client and row.origin.client.id != client:
+                return False
+            if run and spec.run != run:
+                return False
+            if subject and not match(subject, spec.route.subject):
+                return False
+            if live and self._state(row) in (*j.TERMINAL, j.CANCELLING):
+                return False
+            return not state or self._in_state(row, state)
+
+        return fits
+
+    def _in_state(self, row: Row, state: str) -> bool:
+        # What runs is leased, too; heartbeats say which of the leased ones run.
+        present = self._state(row)
+        return present == state or (state == j.LEASED and isinstance(row.place, Grant))
+
+    def _select(self, params: dict[str, Any]) -> Iterator[Row]:
+        """Rows that pass the filters, each once, after a bounded look; `_partial` if that was not
+        enough to see them all."""
+        fits = self._fits(params)
+        seen: set[str] = set()
+        self._partial = False
+        for number, row in enumerate(self._rows(params.get("state"))):
+            if number == ROWS_SEEN_MAX:
+                self._partial = True
+                return
             if row.place is None or not row.id or row.id in seen:
                 continue
             seen.add(row.id)
-            if state and state != j.LEASED and self._state(row) != state:
-                continue
-            if client and row.origin.client.id != client:
-                continue
-            if run and spec.run != run:
-                continue
-            if subject and not match(subject, spec.route.subject):
-                continue
-            yield row
+            if fits(row):
+                yield row
+
+    def _scan(self, params: dict[str, Any], cursor: str, limit: int) -> tuple[list[Row], str]:
+        """Rows that pass the filters, in the order of the book, and the cursor to go on with.
+
+        Rows keep that order while their jobs are leased and settled; only ids that are forgotten
+        leave it. So a look goes back by as many as were forgotten since the cursor was given: it
+        may show a row again, but never leaves one out.
+        """
+        machine, shards = self._machine, self._machine.book.known
+        self._rows(params.get("state"))  # refuses a state that does not exist
+        forgotten = machine.book.totals.accepted - sum(map(len, shards))
+        broker, _, place = cursor.rpartition("/")
+        shard, position, before = (
+            map(int, place.split(":")) if broker == machine.broker_id else (0, 0, forgotten)
+        )
+        position = max(0, position - max(0, forgotten - before))
+        fits, found, looked = self._fits(params), list[Row](), 0
+        for number in range(max(shard, 0), len(shards)):
+            for row in islice(shards[number].values(), position, None):
+                if looked == SCAN_ROWS_MAX or len(found) == limit:
+                    return found, f"{machine.broker_id}/{number}:{position}:{forgotten}"
+                position += 1
+                looked += 1
+                if fits(row):
+                    found.append(row)
+            position = 0
+        return found, ""
 
     def _jobs(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
-        limit = max(1, min(int(params.get("limit", 100)), LIST_MAX))
+        brief = bool(params.get("brief"))
+        limit = max(1, min(int(params.get("limit", 100)), CHANGE_MAX if brief else LIST_MAX))
+        show = _brief if brief else self._line
+        if (cursor := params.get("cursor")) is not None:
+            page, cursor = self._scan(params, cursor, limit)
+            return {"jobs": [show(row) for row in page], "more": bool(cursor), "cursor": cursor}
         rows = self._select(params)
         after = params.get("after")
         if after:
@@ -159,7 +213,11 @@ class Desk:
                 if row.id == after:
                     break
         found = list(islice(rows, limit + 1))
-        return {"jobs": [self._line(row) for row in found[:limit]], "more": len(found) > limit}
+        return {
+            "jobs": [show(row) for row in found[:limit]],
+            "more": len(found) > limit or self._partial,
+            "partial": self._partial,
+        }
 
     def _state(self, row: Row) -> str:
         place = row.place
@@ -402,3 +460,7 @@ class Desk:
         ]
         known = [time for time in times if time is not None]
         return (self._machine.time(now) - min(known)) / NS if known else 0.0
+
+
+def _brief(row: Row) -> dict[str, Any]:
+    return {"id": row.id}

@@ -174,7 +174,7 @@ class Herald:
     def _tell_without_output(self, peer: Peer, row: Row) -> None:
         if isinstance(row.place, Settlement):
             peer.end(p.ended(row))
-        elif row.place is not None:  # replayed meanwhile; without a place it was purged
+        else:  # replayed meanwhile
             self.attach(peer, row)
 
 

@@ -6,6 +6,7 @@ Everything a command relies on is checked here, before the journal: `apply` has 
 from __future__ import annotations
 
 import re
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -14,7 +15,7 @@ from ekiden import limits
 from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
 from ekiden.core.book import JobBook
-from ekiden.core.subjects import check_subject
+from ekiden.core.subjects import check_pattern, check_subject
 from ekiden.errors import BadId, BadRequest, DiskFull, Draining, QueueFull, Refusal, TooLarge
 from ekiden.model import ids
 from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Route, Spec
@@ -47,9 +48,14 @@ class Intake:
         if not 0 < count <= limits.BATCH_JOBS_MAX:
             raise BadRequest(f"a submit of {count:,} jobs", remedy="send 1 to 4,096 in one")
         if len(message.bodies) != count or len(message.digests) != 8 * count:
-            raise BadRequest("ids, digests and bodies of a submit differ in number")
+            raise BadRequest(
+                "ids, digests and bodies of a submit differ in number",
+                remedy="send 8 bytes of digest and one body for every id",
+            )
         if min(message.delay_ns, message.not_before, message.expires_at) < 0:
             raise BadRequest("a negative time", remedy="delays and times are counted forwards")
+        if message.delay_ns > limits.DELAY_NS_MAX:
+            raise BadRequest("a delay of more than ten years", remedy="use a shorter one")
         spec = self.spec(bytes(message.spec))
         if _IDS.fullmatch("\n".join(message.ids) + "\n") is None:
             for job_id in message.ids:
@@ -164,9 +170,15 @@ def _check_spec(raw: bytes) -> Spec:
             remedy=f"use -{limits.PRIORITY_MAX} … {limits.PRIORITY_MAX}",
         )
     if not 0 <= spec.max_attempts <= limits.MAX_ATTEMPTS_BOUND or spec.timeout_ns < 0:
-        raise BadRequest("max_attempts or timeout out of range")
+        raise BadRequest(
+            "max_attempts or timeout out of range",
+            remedy=f"use up to {limits.MAX_ATTEMPTS_BOUND:,} attempts, and times counted forwards",
+        )
     if spec.form not in (FORM_PLAIN, FORM_CALL):
-        raise BadRequest(f"unknown form {spec.form} of a body")
+        raise BadRequest(
+            f"unknown form {spec.form} of a body",
+            remedy="the peer may be newer: upgrade the broker",
+        )
     unknown = [cause for cause in spec.retry_on or () if cause not in CAUSES]
     if unknown:
         raise BadRequest(
@@ -176,13 +188,49 @@ def _check_spec(raw: bytes) -> Spec:
         raise BadRequest("a route that avoids a worker", remedy="leave that to the broker")
     needs = spec.route.needs
     if min(needs.cpu_milli, needs.mem_mb) < 0 or len(needs.labels) > limits.LABELS_MAX:
-        raise BadRequest("needs out of range")
+        raise BadRequest(
+            "needs out of range",
+            remedy=f"need nothing negative, and up to {limits.LABELS_MAX} labels",
+        )
     if tuple(sorted(needs.labels)) != needs.labels:
-        raise BadRequest("labels of needs are not sorted by name")
-    for text, what in ((spec.run, "run"), (spec.route.key, "key"), (spec.route.pin, "pin")):
-        if text and len(text) > limits.NAME_LENGTH_MAX:
-            raise BadRequest(f"{what} is longer than {limits.NAME_LENGTH_MAX} characters")
+        raise BadRequest("labels of needs are not sorted", remedy="sort them by name")
+    _check_texts("a label of needs", *chain.from_iterable(needs.labels))
+    _check_texts("the run, key or pin", spec.run, spec.route.key, spec.route.pin)
     return spec
+
+
+def check_join(message: m.Join) -> None:
+    """Raise a Refusal if what a worker says of itself is out of bounds."""
+    if not 0 < len(message.patterns) <= limits.PATTERNS_PER_WORKER:
+        raise BadRequest(
+            f"{len(message.patterns):,} patterns",
+            remedy=f"give 1 to {limits.PATTERNS_PER_WORKER:,}",
+        )
+    for pattern in message.patterns:
+        check_pattern(pattern)
+    if not 0 < message.slots <= limits.SLOTS_MAX:
+        raise BadRequest(f"{message.slots:,} slots", remedy=f"give 1 to {limits.SLOTS_MAX:,}")
+    check_credit(message.credit)
+    if min(message.cpu_milli, message.mem_mb) < 0 or max(message.cpu_milli, message.mem_mb) >> 50:
+        raise BadRequest("cpu or memory out of range", remedy="say what the machine has")
+    if len(message.labels) > limits.LABELS_MAX:
+        raise BadRequest(f"{len(message.labels)} labels", remedy=f"give up to {limits.LABELS_MAX}")
+    _check_texts("a label or the host", *message.labels, *message.labels.values(), message.host)
+
+
+def check_credit(credit: int) -> None:
+    """Raise a Refusal if no worker can mean it."""
+    if not 0 <= credit <= limits.SLOTS_MAX:
+        raise BadRequest(f"a credit of {credit:,}", remedy=f"give 0 to {limits.SLOTS_MAX:,}")
+
+
+def _check_texts(what: str, *texts: str) -> None:
+    for text in texts:
+        if len(text) > limits.NAME_LENGTH_MAX or not text.isprintable():
+            raise BadRequest(
+                f"{what} is not usable: {ids.shown(text)}",
+                remedy=f"use up to {limits.NAME_LENGTH_MAX} printable characters",
+            )
 
 
 def refused(message: int, error: Refusal, offset: int = -1) -> m.Refused:

@@ -27,7 +27,7 @@ from ekiden.broker.events import (
     WallClock,
 )  # fmt: skip
 from ekiden.broker.herald import Herald
-from ekiden.broker.intake import Intake, refused
+from ekiden.broker.intake import Intake, check_credit, check_join, refused
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
 from ekiden.config import BrokerConfig
@@ -37,7 +37,6 @@ from ekiden.core.effects import Changes
 from ekiden.core.roster import Roster, RosterWorker
 from ekiden.core.rows import Grant, Row
 from ekiden.core.scheduler import Scheduler
-from ekiden.core.subjects import check_pattern
 from ekiden.errors import BadFrame, BadRequest, DiskFull, EkidenError, Refusal
 from ekiden.journal.journal import Journal
 from ekiden.limits import NS
@@ -419,7 +418,10 @@ class BrokerMachine:
             case m.Bye():
                 self._bye(peer)
             case _:
-                raise BadFrame(f"{type(message).__name__} is not for a broker to hear")
+                raise BadFrame(
+                    f"{type(message).__name__} is not for a broker to hear",
+                    remedy="see who says what in docs/PROTOCOL.md",
+                )
 
     # -------------------------------------------------------------- clients
 
@@ -455,16 +457,8 @@ class BrokerMachine:
 
     def _join(self, peer: Peer, message: m.Join, now: Instant) -> None:
         if peer.role != m.ROLE_WORKER:
-            raise BadRequest("only a worker joins")
-        if len(message.patterns) > limits.PATTERNS_PER_WORKER or not message.patterns:
-            raise BadRequest(
-                f"{len(message.patterns)} patterns",
-                remedy=f"give 1 to {limits.PATTERNS_PER_WORKER}",
-            )
-        for pattern in message.patterns:
-            check_pattern(pattern)
-        if message.slots < 1 or message.credit < 0 or len(message.labels) > limits.LABELS_MAX:
-            raise BadRequest("slots, credit or labels out of range")
+            raise BadRequest("only a worker joins", remedy="say hello as a worker")
+        check_join(message)
         worker = self.roster.workers.get(peer.id) or RosterWorker(peer.id)
         if worker.conn is not None and worker.conn != peer.conn:
             old = self.peers.get(worker.conn)
@@ -514,8 +508,7 @@ class BrokerMachine:
             self._stop(worker.id, number, None, "recall")
 
     def _credit(self, worker: RosterWorker, credit: int) -> None:
-        if credit < 0:
-            raise BadRequest("negative credit")
+        check_credit(credit)
         worker.credit = credit
         self.scheduler.freed(worker, self.book)
 

@@ -57,7 +57,10 @@ class Relay:
         """Take it in; `pass_on` delivers it."""
         check_subject(message.subject)
         if len(message.payload) > limits.PAYLOAD_BYTES_MAX:
-            raise TooLarge(f"a message of {len(message.payload):,} bytes")
+            raise TooLarge(
+                f"a message of {len(message.payload):,} bytes",
+                remedy=f"publish up to {limits.PAYLOAD_BYTES_MAX:,} bytes at a time",
+            )
         self.published += 1
         self._backlog.append(message)
         if len(self._backlog) > BACKLOG_MAX:

@@ -42,45 +42,61 @@ class LogLevel(StrEnum):
 Bind = Annotated[str, typer.Option("--bind", metavar="HOST", help="Address to listen on.")]
 Data = Annotated[
     Path | None,
-    typer.Option("--data", metavar="DIR", help="Data folder [state folder of the user]."),
+    typer.Option("--data", metavar="DIR", help="Data folder [one per port, of this user]."),
 ]
-Level = Annotated[LogLevel, typer.Option("--log-level", help="What to log, on stderr.")]
+Level = Annotated[
+    LogLevel,
+    typer.Option("--log-level", metavar="LEVEL", help="debug, info, warning or error."),
+]
+Port = Annotated[
+    int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="0 takes a free one.")
+]
+Advertise = Annotated[
+    str, typer.Option("--advertise", metavar="HOST:PORT", help="How others reach it.")
+]
 
 
 def broker(
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")
-    ] = PORT,
+    port: Port = PORT,
     bind: Bind = "127.0.0.1",
     data: Data = None,
-    advertise: Annotated[
-        str, typer.Option("--advertise", metavar="HOST:PORT", help="How others reach it.")
-    ] = "",
-    group: Annotated[str, typer.Option("--group", help="Name of the group.")] = "main",
+    advertise: Advertise = "",
+    group: Annotated[
+        str, typer.Option("--group", metavar="NAME", help="Name of the group.")
+    ] = "main",
+    sync: Annotated[
+        Sync,
+        typer.Option("--sync", metavar="MODE", help="always, unsafe-interval or unsafe-never."),
+    ] = Sync.ALWAYS,
     snapshot_interval: Annotated[
-        float, typer.Option("--snapshot-interval", min=1, metavar="SECONDS", help="Between two.")
+        float,
+        typer.Option("--snapshot-interval", min=1, metavar="SECONDS", help="Between snapshots."),
     ] = limits.SNAPSHOT_INTERVAL_NS / limits.NS,
     segment_mb: Annotated[
-        int, typer.Option("--segment-mb", min=1, help="A segment of the journal is closed at.")
+        int,
+        typer.Option("--segment-mb", min=1, metavar="MB", help="Size of a segment of the journal."),
     ] = limits.SEGMENT_BYTES // MIB,
     keep_log: Annotated[
-        float, typer.Option("--keep-log", min=0, metavar="DAYS", help="Keep covered segments.")
+        float,
+        typer.Option("--keep-log", min=0, metavar="DAYS", help="Keep segments after a snapshot."),
     ] = limits.KEEP_LOG_NS / DAY_NS,
-    sync: Annotated[
-        Sync, typer.Option("--sync", help="'unsafe-…' may lose accepted jobs at a power loss.")
-    ] = Sync.ALWAYS,
     client_cap: Annotated[
-        int, typer.Option("--client-cap", min=0, help="Most running jobs of a client; 0: no cap.")
+        int,
+        typer.Option(
+            "--client-cap", min=0, metavar="N", help="Most running jobs of one client; 0: no cap."
+        ),
     ] = 0,
+    waiting_max: Annotated[
+        int,
+        typer.Option("--waiting-max", min=1, metavar="N", help="Most jobs waiting on one subject."),
+    ] = limits.WAITING_MAX,
     results_max: Annotated[
-        int, typer.Option("--results-max", min=0, help="Most finished jobs to keep.")
+        int, typer.Option("--results-max", min=0, metavar="N", help="Most results to keep.")
     ] = limits.RESULTS_KEPT_MAX,
     ids_max: Annotated[
-        int, typer.Option("--ids-max", min=0, help="Most ids of finished jobs to keep.")
+        int,
+        typer.Option("--ids-max", min=0, metavar="N", help="Most ids of finished jobs to keep."),
     ] = limits.IDS_KEPT_MAX,
-    waiting_max: Annotated[
-        int, typer.Option("--waiting-max", min=1, help="Most jobs waiting on a subject.")
-    ] = limits.WAITING_MAX,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,7 +108,10 @@ def broker(
     log_level: Level = LogLevel.INFO,
     as_json: options.Json = False,
 ) -> int:
-    """Start a broker in the foreground; SIGTERM or Ctrl-C ends it in good order.
+    """Start a broker in the foreground.
+
+    SIGTERM or Ctrl-C ends it in good order. With one of the 'unsafe' sync modes a power loss may
+    lose jobs that were accepted.
 
     \b
     examples:
@@ -101,7 +120,12 @@ def broker(
       $ ekiden broker --bind 0.0.0.0 --advertise grid1:7000 --data /var/lib/ekiden
     """
     from ekiden.config import BrokerConfig
+    from ekiden.model.ids import check_name
+    from ekiden.world.addresses import split_address
 
+    if advertise:
+        split_address(advertise)
+    check_name(group, "group")
     config = BrokerConfig(
         data=data or data_folder(port),
         bind=bind,
@@ -138,14 +162,24 @@ def _policies(pairs: list[str]) -> dict[str, str]:
 
 
 def leader(
-    port: Annotated[int, typer.Argument(metavar="PORT", min=0, max=65535)] = PORT,
+    port: Annotated[
+        int, typer.Argument(metavar="PORT", min=0, max=65535, help="0 takes a free one.")
+    ] = PORT,
     bind: Bind = "127.0.0.1",
     data: Data = None,
+    advertise: Advertise = "",
     log_level: Level = LogLevel.INFO,
     as_json: options.Json = False,
 ) -> int:
-    """The same as `ekiden broker --port PORT`."""
-    return broker(port=port, bind=bind, data=data, log_level=log_level, as_json=as_json)
+    """Another name for `ekiden broker --port PORT`."""
+    return broker(
+        port=port,
+        bind=bind,
+        data=data,
+        advertise=advertise,
+        log_level=log_level,
+        as_json=as_json,
+    )
 
 
 def data_folder(port: int) -> Path:
@@ -164,15 +198,17 @@ def run_broker(
 ) -> int:
     """Serve until told to stop; the exit code."""
     from ekiden.broker.serve import BrokerWorld, serve_broker
-    from ekiden.observe.logs import set_up_logs
+    from ekiden.machine import Log
+    from ekiden.observe.logs import log_effect, set_up_logs
     from ekiden.world.loop import run
 
     set_up_logs(as_json=as_json, level=log_level.value)
     if config.bind not in ("127.0.0.1", "::1", "localhost"):
-        output.say(
-            f"note: listening on {config.bind}; peers must know the key, "
-            "but what they say is not encrypted"
-        )
+        why = "peers must know the key, but what they say is not encrypted"
+        log_effect(Log("warning", "broker.exposed", {"bind": config.bind, "note": why}))
+    if config.sync != Sync.ALWAYS:
+        why = "a power loss may lose accepted jobs"
+        log_effect(Log("warning", "journal.unsafe", {"sync": config.sync, "note": why}))
     return run(serve_broker(config, world_kind or BrokerWorld))
 
 

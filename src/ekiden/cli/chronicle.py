@@ -32,6 +32,11 @@ from ekiden.model import jobs as j
 
 Line = dict[str, Any]
 
+EVENTS: Final = (
+    "enqueue", "assign", "ack", "assign_failed", "timeout_requeue", "worker_down_requeue", "dlq",
+    "cancel", "expire", "replay", "purge", "configure", "snapshot_marker",
+)  # fmt: skip
+
 RELEASED: Final = "released"
 """Why an attempt came to nothing that was given back before it began."""
 

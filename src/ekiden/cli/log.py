@@ -24,7 +24,7 @@ app = typer.Typer(
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Data folder of a broker.")]
 
 
-@app.command("dump")
+@app.command("dump", epilog=output.EXIT_CODES)
 def dump_command(
     folder: Folder,
     from_index: Annotated[
@@ -34,11 +34,13 @@ def dump_command(
         list[str] | None, typer.Option("--job", metavar="ID", help="Only this job; repeatable.")
     ] = None,
     event: Annotated[
-        list[str] | None, typer.Option("--event", metavar="NAME", help="Only these; repeatable.")
+        list[str] | None, typer.Option("--event", metavar="NAME", help="Only this; repeatable.")
     ] = None,
     as_json: options.Json = False,  # it is JSON Lines either way
 ) -> None:
-    """Print what happened, one JSON line per job and event; the broker may be running.
+    """Print what happened, one JSON line per job and event.
+
+    The broker may be running. Payloads are not printed, only their size.
 
     \b
     events: enqueue assign ack assign_failed timeout_requeue worker_down_requeue dlq cancel
@@ -49,19 +51,26 @@ def dump_command(
       $ ekiden log dump /var/lib/ekiden --job night-0517-42
       $ ekiden log dump /var/lib/ekiden --event dlq | jq -r .job
     """
-    from ekiden.cli.chronicle import lines
+    from ekiden.cli.chronicle import EVENTS, lines
 
-    jobs, events = set(job or ()), set(event or ())
+    jobs, events = set(job or ()), set(options.split_list(event))
+    if strange := sorted(events - set(EVENTS)):
+        raise WrongUsage(f"no such event: {', '.join(strange)}", remedy=f"use {', '.join(EVENTS)}")
     for line in lines(_storage(folder), from_index):
         if (not jobs or line.get("job") in jobs) and (not events or line["event"] in events):
             print(output.to_json(line))
 
 
-@app.command("verify")
+@app.command("verify", epilog=output.EXIT_CODES)
 def verify_command(folder: Folder, as_json: options.Json = False) -> int:
-    """Check every byte of segments and snapshots. Changes nothing; the broker may be running.
+    """Check every byte of segments and snapshots.
 
-    Ends with 0 if all is sound, with 4 if something is damaged or missing.
+    Changes nothing; the broker may be running. Ends with 0 if all is sound, with 4 if something is
+    damaged or missing.
+
+    \b
+    example:
+      $ ekiden log verify /var/lib/ekiden
     """
     from ekiden.journal.inspection import verify
 

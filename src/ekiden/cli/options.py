@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -45,7 +46,11 @@ ConnectTimeout: TypeAlias = Annotated[
     typer.Option("--connect-timeout", metavar="SECONDS", help="Give up if no broker answers."),
 ]
 Json: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Print JSON, whose shape is stable, instead of tables.")
+    bool, typer.Option("--json", help="Print JSON of a stable shape, for programs.")
+]
+Yes: TypeAlias = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask back.")]
+Limit: TypeAlias = Annotated[
+    int, typer.Option("--limit", min=1, metavar="N", help="Show at most this many.")
 ]
 Subject: TypeAlias = Annotated[
     str, typer.Option("--subject", metavar="PATTERN", help="Only jobs sent to these subjects.")
@@ -81,18 +86,13 @@ def filter_of(**wishes: str) -> dict[str, str]:
     return {name: wish for name, wish in wishes.items() if wish}
 
 
-def chosen(
-    ids: list[str] | None, wishes: dict[str, str], everything: bool, what: str
-) -> dict[str, Any]:
-    """Parameters for a change to some jobs: by id, by filter, or all on purpose."""
-    ways = [bool(ids), bool(wishes), everything]
-    if sum(ways) > 1:
+def confirm(question: str) -> None:
+    """Go on only if a person says yes; where there is none to ask, `--yes` must have been given."""
+    if not sys.stdin.isatty():
         raise WrongUsage(
-            f"{what} takes ids, or a filter, or --all", remedy="give only one of the three"
+            "this changes many jobs and there is nobody to ask", remedy="add --yes if you mean it"
         )
-    if not any(ways):
-        raise WrongUsage(f"{what} what?", remedy="give ids, a filter such as --run, or --all")
-    return {"ids": ids} if ids else {"filter": wishes}
+    typer.confirm(question, abort=True, err=True)
 
 
 def read_payload(text: str) -> bytes:
@@ -132,6 +132,25 @@ def parse_needs(text: str) -> dict[str, Any]:
                 remedy="write cpu=2,mem_mb=4000,label.gpu=a100",
             ) from None
     return needs
+
+
+def parse_time(text: str, option: str) -> datetime | None:
+    """`2026-05-17T06:00`, in this machine's zone unless it names one."""
+    if not text:
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise WrongUsage(
+            f"{option} does not understand {text!r}",
+            remedy="write a date and time such as 2026-05-17T06:00 or 2026-05-17T06:00+09:00",
+        ) from None
+    return moment.astimezone()
+
+
+def split_list(texts: list[str] | None) -> list[str]:
+    """What was given with commas, by repeating an option, or both."""
+    return [part.strip() for text in texts or [] for part in text.split(",") if part.strip()]
 
 
 def parse_labels(pairs: list[str] | None) -> dict[str, str]:

@@ -4,8 +4,8 @@ Two voices: tables and sentences for people, which may change with any release, 
 is stable: one document, or one per line where there is a stream. Results go to stdout, everything
 about them to stderr, so that a pipe carries results only.
 
-Exit codes: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused, and as everywhere
-130 for Ctrl-C. A bug of ours ends with 70.
+Exit codes: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused; 130 for Ctrl-C,
+as everywhere; 70 for a bug of ours.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ REFUSED: Final = 4
 INTERRUPTED: Final = 130
 BUG: Final = 70
 
-# Fits a terminal of 80 columns.
-EXIT_CODES: Final = "exit: 0 done · 1 job failed · 2 wrong usage · 3 nothing reachable · 4 refused"
+EXIT_CODES: Final = (
+    "\b\nexit codes: 0 done · 1 job failed · 2 wrong usage ·\n"
+    "            3 nothing reachable · 4 refused"
+)
 
 # A terminal is never asked to draw more than a person can read, nor to obey what a job wrote.
 _CELL_MAX: Final = 120
@@ -75,6 +77,8 @@ def print_error(error: BaseException, *, as_json: bool) -> None:
 def sentence(error: BaseException) -> str:
     """`error` in one line. Where a handler failed is many: `jobs show` has them."""
     text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror.lower() + (f": {error.filename}" if error.filename else "")
     if isinstance(error, errors.JobFailed):
         last = error.causes[-1] if error.causes else {}
         message = str(last.get("message", ""))
@@ -140,14 +144,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        right = column.startswith("#")
-        table.add_column(column.removeprefix("#"), justify="right" if right else "left")
-    count = 0
+    for place, column in enumerate(columns):
+        table.add_column(
+            column.removeprefix("#"),
+            justify="right" if column.startswith("#") else "left",
+            no_wrap=place == 0,  # an id is for copying
+            overflow="fold",
+        )
     for row in rows:
-        count += 1
         table.add_row(*(_cell(value) for value in row))
-    if count == 0 and empty:
+    if not table.rows and empty:
         say(empty)
         return
     _console().print(table)

@@ -17,12 +17,16 @@ BACKLOG: Final = 10_000
 
 def pub(
     subject: Annotated[str, typer.Argument(metavar="SUBJECT")],
-    payload: Annotated[str, typer.Argument(metavar="TEXT|@FILE|-")] = "",
+    payload: Annotated[
+        str, typer.Argument(metavar="PAYLOAD", help="TEXT, @FILE, or - for stdin.")
+    ] = "",
     connect: options.Connect = options.ADDRESS_DEFAULT,
     key_file: options.KeyFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Publish a message to all who are subscribed at this moment.
+    """Publish a message to all who listen at this moment.
+
+    It is not stored: who is not subscribed now does not get it.
 
     \b
     example:
@@ -38,15 +42,18 @@ def pub(
 
 
 def sub(
-    patterns: Annotated[list[str], typer.Argument(metavar="PATTERN…")],
+    patterns: Annotated[list[str], typer.Argument(metavar="PATTERN")],
     count: Annotated[
-        int | None, typer.Option("--count", min=1, help="End after this many messages.")
+        int | None,
+        typer.Option("--count", min=1, metavar="N", help="End after this many messages."),
     ] = None,
     connect: options.Connect = options.ADDRESS_DEFAULT,
     key_file: options.KeyFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Print messages as they are published; '*' is one token, '>' the rest.
+    """Print messages as they are published, until Ctrl-C.
+
+    In a pattern '*' stands for one token and '>' for the rest.
 
     \b
     example:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -14,13 +15,13 @@ def stats(
         bool, typer.Option("--watch", "-w", help="Show it again and again until interrupted.")
     ] = False,
     interval: Annotated[
-        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="With --watch.")
+        float, typer.Option("--interval", min=0.1, metavar="SECONDS", help="Between two looks.")
     ] = 2.0,
     connect: options.Connect = options.ADDRESS_DEFAULT,
     key_file: options.KeyFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show jobs by state, queues, workers, journal and the broker's own health.
+    """Show how the group is doing: jobs, queues, workers, journal.
 
     \b
     examples:
@@ -35,12 +36,15 @@ def stats(
             if as_json:
                 output.emit(answer)
             else:
-                if watch:
+                if watch and sys.stdout.isatty():
                     typer.echo("\x1b[2J\x1b[H", nl=False)
                 print_stats(answer)
+                sys.stdout.flush()
             if not watch:
                 return
             sleep(interval)
+            if not as_json:
+                print()
 
 
 def print_stats(stats: dict[str, Any]) -> None:
@@ -62,7 +66,7 @@ def print_stats(stats: dict[str, Any]) -> None:
             ("workers", _counts(crew, ("connected", "draining", "quarantined", "slots", "credit"))),
             ("clients", stats.get("clients")),
             ("journal", _journal(journal)),
-            ("turns", _counts(loop, ("turns", "turn_ms_p99", "turn_ms_max"))),
+            ("loop", _turns(loop)),
             ("memory", f"{stats.get('memory_mb', 0):,.0f} MB"),
         ]
     )
@@ -91,7 +95,16 @@ def _journal(journal: dict[str, Any]) -> str:
     if not journal:
         return ""
     return (
-        f"{journal.get('segments', 0):,} segments, {output.size(journal.get('bytes', 0))}, "
+        f"{output.count(journal.get('segments', 0), 'segment')}, "
+        f"{output.size(journal.get('bytes', 0))}, "
         f"snapshot at {journal.get('snapshot_index', 0):,}, "
         f"{output.size(journal.get('disk_free', 0))} free"
     )
+
+
+def _turns(loop: dict[str, Any]) -> str:
+    if not loop:
+        return ""
+    p99, longest = loop.get("turn_ms_p99", 0), loop.get("turn_ms_max", 0)
+    turns = output.count(loop.get("turns", 0), "turn")
+    return f"{turns}, 99 % within {p99:.1f} ms, the longest {longest:.1f} ms"

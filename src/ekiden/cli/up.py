@@ -8,12 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Any, Final
 
 from ekiden.cli import options, output
-from ekiden.cli.broker import PORT, Data, LogLevel, data_folder, run_broker
+from ekiden.cli.broker import PORT, Data, Level, LogLevel, Port, data_folder, run_broker
+from ekiden.cli.worker import HandlersReference, Slots
 
 RESTART_FIRST_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
@@ -21,25 +20,17 @@ STOP_WAIT_S: Final = 25.0  # longer than the worker takes to insist
 
 
 def up(
-    slots: Annotated[
-        int | None, typer.Option("--slots", min=1, help="Jobs at a time [number of cores].")
-    ] = None,
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port; 0 takes a free one.")
-    ] = PORT,
+    slots: Slots = None,
+    port: Port = PORT,
     data: Data = None,
-    handlers: Annotated[
-        str,
-        typer.Option(
-            "--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."
-        ),
-    ] = "",
-    log_level: Annotated[
-        LogLevel, typer.Option("--log-level", help="What to log, on stderr.")
-    ] = LogLevel.WARNING,
+    handlers: HandlersReference = "",
+    log_level: Level = LogLevel.WARNING,
     as_json: options.Json = False,
 ) -> int:
-    """Start a broker and a worker on this machine, and say how to connect.
+    """Start a broker and a worker on this machine.
+
+    It says how to connect and stays in the foreground; Ctrl-C lets running jobs finish and ends
+    both. What was accepted is there again when it is started the next time.
 
     \b
     examples:
@@ -57,9 +48,12 @@ def up(
         """Stops the worker first, while there is still a broker to take its last results."""
 
         def stop(self) -> None:
-            if crew.stopping:  # asked again: do not wait for the worker
+            if crew.stopping:  # asked again: wait for nobody
+                crew.kill()
                 super().stop()
                 return
+            if not as_json:
+                output.say("stopping when running jobs are done; Ctrl-C again stops at once")
             end_broker, loop = super().stop, self.driver.loop
             crew.stop(then=lambda: loop.call_soon_threadsafe(end_broker))
 
@@ -80,15 +74,16 @@ def _announce(port: int, slots: int, folder: str, *, as_json: bool) -> None:
     if as_json:
         output.emit({"ready": True, "address": address, "slots": slots, "data": folder})
         return
-    prefix = "" if port == PORT else f"EKIDEN_CONNECT={address} "
-    print(
-        f"ekiden is up on {address}: {slots} slots, data in {folder}\n"
-        f"  submit   {prefix}ekiden submit --wait echo --payload hello\n"
-        f'  python   ekiden.Client("{address}").submit("echo", payload=b"hello").result()\n'
-        f"  watch    {prefix}ekiden stats --watch\n"
-        f"  stop     Ctrl-C",
-        flush=True,
-    )
+    lines = [f"ekiden is up on {address}: {output.count(slots, 'slot')}, data in {folder}"]
+    if port != PORT:
+        lines.append(f"  first    export EKIDEN_CONNECT={address}")
+    lines += [
+        "  submit   ekiden submit --wait echo --payload hello",
+        "  python   ekiden.Client().submit('echo', payload='hello').result()",
+        "  watch    ekiden stats --watch",
+        "  stop     Ctrl-C",
+    ]
+    print("\n".join(lines), flush=True)
 
 
 class _Sidecar:
@@ -121,7 +116,17 @@ class _Sidecar:
     def stop(self, then: Callable[[], object]) -> None:
         """Let the worker finish what it has begun, in the background, and call `then`."""
         self._stopping.set()
-        threading.Thread(target=lambda: (self.end(), then()), daemon=True).start()
+
+        def finish() -> None:
+            self.end()
+            then()
+
+        threading.Thread(target=finish, daemon=True).start()
+
+    def kill(self) -> None:
+        """End the worker at once; what it was running runs again after the next start."""
+        if self._process is not None:
+            self._process.kill()
 
     def end(self) -> None:
         """Return when the worker is gone; one that takes too long is killed."""

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import typer
 
@@ -20,31 +20,39 @@ if TYPE_CHECKING:
 
 DRAIN_WAIT_S: Final = 10.0
 
+Slots: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--slots", min=1, metavar="N", help="Jobs at a time [number of cores]."),
+]
+HandlersReference: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--handlers",
+        metavar="MODULE[:NAME]|FILE.py",
+        help="Where the handlers are [built-in: echo, sleep, sha256, fail].",
+    ),
+]
+
 
 def worker(
     connect: options.Connect = options.ADDRESS_DEFAULT,
-    slots: Annotated[
-        int | None, typer.Option("--slots", min=1, help="Jobs at a time [number of cores].")
-    ] = None,
+    slots: Slots = None,
     subjects: Annotated[
         list[str] | None,
         typer.Option(
             "--subjects",
             metavar="PATTERN[,PATTERN]",
-            help="Which jobs to take [those its handlers are for].",
+            help="Which jobs to take [what its handlers are for].",
         ),
     ] = None,
-    handlers: Annotated[
-        str,
-        typer.Option(
-            "--handlers", metavar="MODULE|FILE.py", help="Where its handlers are [built-in]."
-        ),
-    ] = "",
+    handlers: HandlersReference = "",
     label: Annotated[
         list[str] | None,
-        typer.Option("--label", metavar="KEY=VALUE", help="What jobs may ask for with --needs."),
+        typer.Option("--label", metavar="KEY=VALUE", help="Jobs may ask for it with --needs."),
     ] = None,
-    worker_id: Annotated[str, typer.Option("--id", help="Name of the worker [host-pid].")] = "",
+    worker_id: Annotated[
+        str, typer.Option("--id", metavar="ID", help="Name of the worker [HOST-RANDOM].")
+    ] = "",
     key_file: options.KeyFile = None,
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", hidden=True, help="Stop with the parent.")
@@ -52,7 +60,10 @@ def worker(
     log_level: Level = LogLevel.INFO,
     as_json: options.Json = False,
 ) -> int:
-    """Start a worker in the foreground; SIGTERM or Ctrl-C lets it finish what it has begun.
+    """Start a worker in the foreground.
+
+    SIGTERM or Ctrl-C lets it finish what it has begun; a second one ends it at once. It waits for a
+    broker that is not there yet, and reconnects to one that was restarted.
 
     \b
     examples:
@@ -67,12 +78,11 @@ def worker(
     from ekiden.worker.serve import Worker
 
     set_up_logs(as_json=as_json, level=log_level.value)
-    patterns = [one for text in subjects or [] for one in text.split(",") if one]
     agent = Worker(
         connect,
         slots,
         worker_id=worker_id or None,
-        subjects=patterns,
+        subjects=options.split_list(subjects),
         labels=options.parse_labels(label),
         key_file=key_file,
     )

@@ -18,13 +18,19 @@ app = typer.Typer(
 WorkerId = Annotated[str, typer.Argument(metavar="WORKER")]
 
 
-@app.command("list")
+@app.command("list", epilog=output.EXIT_CODES)
 def list_command(
     connect: options.Connect = options.ADDRESS_DEFAULT,
     key_file: options.KeyFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the workers that are connected, and those whose leases are still open."""
+    """List workers: connected ones, and lost ones with open leases.
+
+    \b
+    slots    how many jobs it runs at a time
+    running  how many it runs now
+    held     how many it was given: running, waiting at the worker, or just finished
+    """
     answer = options.ask(connect, key_file, "workers")
     if as_json:
         output.emit(answer)
@@ -49,18 +55,23 @@ def list_command(
     )
 
 
-@app.command("drain")
+@app.command("drain", epilog=output.EXIT_CODES)
 def drain_command(
     worker: WorkerId,
     connect: options.Connect = options.ADDRESS_DEFAULT,
     key_file: options.KeyFile = None,
     as_json: options.Json = False,
 ) -> None:
-    """Give a worker no more jobs; what it has begun it finishes."""
+    """Give a worker no more jobs; what it has begun it finishes.
+
+    \b
+    example:
+      $ ekiden workers drain grid7-4f1c22
+    """
     _change("drain", worker, connect, key_file, as_json)
 
 
-@app.command("resume")
+@app.command("resume", epilog=output.EXIT_CODES)
 def resume_command(
     worker: WorkerId,
     connect: options.Connect = options.ADDRESS_DEFAULT,

@@ -683,8 +683,7 @@ class JobBook:
             row = self._ended(job_id, tally)
             if row is not None:
                 self._forget(row)
-                row.place = None
-                self._drop(row)
+                self._drop(row)  # its place still says how it ended, to who is owed that news
                 tally.changed.append(job_id)
 
     def _configure(self, command: c.Configure) -> None:
@@ -743,8 +742,8 @@ class JobBook:
             self.faded.popleft()
             self.ids_kept -= len(head.rows)
             self.totals.evicted += len(head.rows) * early
-            for row in head.rows:
-                row.place = None
+            rows, head.rows = head.rows, []  # no cycle is left; the rows still know how they ended
+            for row in rows:
                 self._drop(row)
 
     def _fade(self, settlement: Settlement, *, early: bool) -> None:

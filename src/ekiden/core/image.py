@@ -34,8 +34,10 @@ from ekiden.core.rows import (
 )  # fmt: skip
 from ekiden.model.jobs import Cause, Note, Route
 
-# Rows in one chunk: large enough to be quick, small enough to bound memory while reading.
+# Rows in one chunk, and bytes of their inputs: large enough to be quick, small enough to bound
+# memory while reading. Only lanes are split: what else lies together is small, and stays together.
 ROWS_PER_CHUNK: Final = 8192
+BYTES_PER_CHUNK: Final = 16 << 20
 
 
 class Columns(Struct, array_like=True):
@@ -197,6 +199,16 @@ class _Writer:
             yield _encode(body)
 
 
+def _portions(rows: list[Row]) -> Iterator[list[Row]]:
+    start = size = 0
+    for n, row in enumerate(rows):
+        size += len(row.body)  # type: ignore[arg-type]
+        if size > BYTES_PER_CHUNK and n > start:
+            yield rows[start:n]
+            start, size = n, len(row.body)  # type: ignore[arg-type]
+    yield rows[start:]
+
+
 def _route_key(route: Route) -> tuple[Any, ...]:
     return (route.subject, route.needs, route.key, route.pin, route.avoid)
 
@@ -230,12 +242,13 @@ def _dump_parts(book: JobBook, write: _Writer) -> Iterator[bytes]:
         parked = [lane for lane in queue.lanes.values() if not lane.in_ring]
         for lane in rings + sorted(parked, key=lambda lane: lane.seq):
             rows = [row for row in lane.rows if row.place is lane]
-            yield from write.chunks(
-                rows,
-                lambda c, lane=lane: LanePart(  # type: ignore[misc]
-                    lane.queue.route, lane.priority, lane.client.id, lane.seq, c
-                ),
-            )
+            for portion in _portions(rows):
+                yield from write.chunks(
+                    portion,
+                    lambda c, lane=lane: LanePart(  # type: ignore[misc]
+                        lane.queue.route, lane.priority, lane.client.id, lane.seq, c
+                    ),
+                )
     for delay in sorted(book.delays):
         rows = [row for row in delay.rows if row.place is delay]
         yield from write.chunks(rows, lambda c, d=delay: DelayPart(d.until, d.seq, c))  # type: ignore[misc]

@@ -9,8 +9,8 @@ parked in its pool and costs nothing until one has.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
-import zlib
 from typing import Final
 
 from ekiden import limits
@@ -103,7 +103,7 @@ class Scheduler:
 
     def plan(self, book: JobBook, incoming: dict[Route, int]) -> list[Assign]:
         """Grants for this entry, and `planned` counted on the workers that get them."""
-        if self._version != self.roster.version:
+        if self._version != self.roster.version or len(self._by_workers) >= POOLS_MAX:
             self._rebuild()
         plans: list[Assign] = []
         taken: dict[Route, int] = {}
@@ -167,7 +167,9 @@ class Scheduler:
         if pool is not None:
             return pool
         if len(self._pools) >= POOLS_MAX:
-            self._rebuild()
+            # Who waits in which pool is not forgotten: a plan that looked at all of them again would
+            # never end.
+            self._pools.clear()
         known = self.roster.workers
         names = [route.pin] if route.pin else self.roster.trie.match(route.subject)
         workers = [known[name] for name in names if name in known and known[name].patterns]
@@ -208,10 +210,11 @@ class Scheduler:
 
     def _sticky(self, pool: Pool, route: Route, book: JobBook) -> tuple[RosterWorker | None, int]:
         """Rendezvous hashing: one key, one worker, and few keys move when workers change."""
-        key = route.key.encode()
+        key = route.key.encode() + b"\0"
         able = [w for w in pool.workers if w.conn is not None and not w.draining]
         if not able:
             return None, 0
-        worker = max(able, key=lambda w: (zlib.crc32(w.id.encode(), zlib.crc32(key)), w.id))
+        # A checksum will not do: it is linear, and most keys fell to the same few workers.
+        worker = max(able, key=lambda w: (hashlib.sha256(key + w.id.encode()).digest(), w.id))
         room = worker.room(route.needs, book)
         return (worker, room) if room > 0 else (None, 0)

@@ -1,4 +1,4 @@
-"""`python -m ekiden.simulation`: run seeds, replay one, or show that planted mistakes are caught."""
+"""`python -m ekiden.simulation`: run seeds, replay one, or show that mutants are caught."""
 
 from __future__ import annotations
 

@@ -72,6 +72,8 @@ class SimBroker(Process):
         """Called with `power` when the process must end here."""
         self.on_stopped: Callable[[], None] = lambda: self.kill()
         """Called when it has ended as it was told to."""
+        self.doomed = False
+        """Whether it dies in the middle of its next write."""
         self._watcher = watcher
         self._writing: Append | None = None
         self._snapshotting = False
@@ -92,20 +94,22 @@ class SimBroker(Process):
         """A new life: recover, then listen."""
         self.new_life()
         self.disk.revive()
+        self.doomed = False
         self._writing = None
         self._snapshotting = False
         self._watcher.recovering()
         delay = self._dice.choice((1, 5, 50, 400)) * MS
-        self._later_in_this_life(delay, "recover", self.recover)
+        self.later_in_this_life(delay, "recover", self.recover)
 
     def recover(self) -> None:
         """Read the disk; whatever ordinary faults did to it, it must make sense."""
-        with self._mortal():
+        with self.mortal():
             opened = self.open()
             for cut in opened.torn:
                 self.universe.count("torn tail cut")
                 self.universe.tell(f"recovered: {cut}")
-            self.serve(opened.machine)
+            self.announce(opened.machine)
+            self.listen(opened.machine)
 
     def open(self) -> Opened:
         """Everything that happens before a broker listens."""
@@ -116,9 +120,12 @@ class SimBroker(Process):
             group_id=self._dice.randbytes(16), now=self.clock(), wall=self.universe.wall,
         )  # fmt: skip
 
-    def serve(self, machine: BrokerMachine) -> None:
-        """Listen, with this machine."""
+    def announce(self, machine: BrokerMachine) -> None:
+        """The machine has everything that was on disk."""
         self._watcher.recovered(machine.book)
+
+    def listen(self, machine: BrokerMachine) -> None:
+        """Be there for others."""
         self.begin(machine)
         self.network.listen(ADDRESS, self)
         self._tick()
@@ -133,7 +140,7 @@ class SimBroker(Process):
         """The end of this life, whether it serves or still recovers."""
         if self.disk.down:
             return
-        if self._writing is not None and self._dice.random() < 0.7:
+        if self._writing is not None and (self.doomed or self._dice.random() < 0.7):
             self._write_partly(self._writing)
         self.disk.die(power=power)
         self.network.deafen(ADDRESS)
@@ -151,23 +158,26 @@ class SimBroker(Process):
             self.universe.count("killed while writing")
 
     @contextmanager
-    def _mortal(self) -> Iterator[None]:
+    def mortal(self) -> Iterator[None]:
         """What happens in here may end the process, as a fault of a real disk would."""
         try:
             yield
         except Died:
             self.universe.count("died at a failpoint")
             self.on_crash(self._dice.random() < 0.6)
+        except Violation:
+            raise
         except CorruptJournal as error:
-            raise Violation(
-                "I9", f"the journal is refused after ordinary faults: {error}"
-            ) from None
+            raise Violation("I9", f"refused after ordinary faults: {error}") from error
         except StorageFault as error:
             self.universe.count("ended by a disk error")
             self.universe.tell(f"broker ends: {error}")
             self.on_crash(False)
+        except Exception as error:
+            raise Violation("bug", f"the broker raised {error!r}") from error
 
-    def _later_in_this_life(self, delay_ns: int, what: str, action: Callable[[], None]) -> None:
+    def later_in_this_life(self, delay_ns: int, what: str, action: Callable[[], None]) -> None:
+        """Let something happen if this life lasts that long."""
         life = self.incarnation
 
         def happen() -> None:
@@ -180,13 +190,13 @@ class SimBroker(Process):
 
     def turn(self) -> None:
         """A turn during which the disk may end it all."""
-        with self._mortal():
+        with self.mortal():
             super().turn()
 
     def _tick(self) -> None:
         if not self.paused:
             self.tell_clocks()
-        self._later_in_this_life(CLOCK_NS, "clock", self._tick)
+        self.later_in_this_life(CLOCK_NS, "clock", self._tick)
 
     def tell_clocks(self) -> None:
         """The wall time and the room on the disk, as they are looked at every second."""
@@ -197,14 +207,18 @@ class SimBroker(Process):
     # -------------------------------------------------------------- appends
 
     def _append(self, append: Append) -> None:
+        if self.doomed:
+            self._writing = append
+            self.on_crash(self._dice.random() < 0.6)
+            return
         if not append.creates and not self.slowness_ns and self._dice.random() < 0.5:
             self._write(append)
             return
         self._writing = append
-        self._later_in_this_life(self._disk_ns(), "write", lambda: self._write_off_loop(append))
+        self.later_in_this_life(self._disk_ns(), "write", lambda: self._write_off_loop(append))
 
     def _write_off_loop(self, append: Append) -> None:
-        with self._mortal():
+        with self.mortal():
             self._write(append)
 
     def _write(self, append: Append) -> None:
@@ -248,7 +262,7 @@ class SimBroker(Process):
         self._step(_Child(index, taken_after, rehearsal.steps, done), 0)
 
     def _step(self, child: _Child, at: int) -> None:
-        with self._mortal():
+        with self.mortal():
             if at == len(child.steps):
                 self._snapshotting = False
                 self.universe.count("snapshot taken")
@@ -260,7 +274,7 @@ class SimBroker(Process):
             except StorageFault as error:
                 self._child_failed(child, at, error)
                 return
-            self._later_in_this_life(
+            self.later_in_this_life(
                 self._disk_ns() if kind.startswith("sync") else 20 * US,
                 "snapshot",
                 lambda: self._step(child, at + 1),
@@ -283,7 +297,7 @@ class SimBroker(Process):
     def _halt(self, _effect: Halt) -> None:
         self.universe.count("broker stopped in good order")
         self.network.deafen(ADDRESS)
-        self._later_in_this_life(5 * MS, "leave", self._leave)
+        self.later_in_this_life(5 * MS, "leave", self._leave)
 
     def _leave(self) -> None:
         machine = self.broker

@@ -71,7 +71,7 @@ _IDLE_ENTRIES_MAX = 8
 
 
 class Checkers:
-    """All checks of one world. Hears of everything; raises Violation at the first broken promise."""
+    """All checks of one world: hear of everything, raise Violation at the first broken promise."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class Checkers:
         self._credit: dict[str, int] = {}
         self._cancels: dict[str, None] = {}
         self._replayed: dict[str, None] = {}
+        self._purged: dict[str, None] = {}
         self._silences = Silences(universe, config)
         self._places: dict[str, int] = {}
         self._line: dict[tuple[Route, int, str], int] = {}
@@ -179,6 +180,8 @@ class Checkers:
                 if (number, offset) in refused or (number, -1) in refused:
                     continue
                 held = self.mirror.digest_of(job)
+                if not held and job in self._purged:
+                    continue
                 if not held:
                     raise Violation("I1", f"{job} was accepted but is not on disk")
                 if held != submit.digests[8 * offset : 8 * offset + 8]:
@@ -230,6 +233,7 @@ class Checkers:
 
     def applied(self, entry: commands.Entry, changes: Changes) -> None:
         """An entry is on disk and in the mirror."""
+        tallies = iter(changes.tallies)
         for command in entry.commands:
             match command:
                 case commands.Forfeit():
@@ -238,8 +242,12 @@ class Checkers:
                 case commands.Submit():
                     for job in command.ids:
                         self._places.setdefault(job, len(self._places))
+                case commands.Cancel():
+                    next(tallies)
                 case commands.Replay():
-                    self._replayed.update(dict.fromkeys(command.ids))
+                    self._replayed.update(dict.fromkeys(next(tallies).changed))
+                case commands.Purge():
+                    self._forget(next(tallies).changed)
         for outcome in changes.submits:
             for _ in outcome.repeated:
                 self.universe.count("job submitted again")
@@ -253,6 +261,14 @@ class Checkers:
             for row in settlement.rows:
                 self._settled(row, settlement)
         self._check_idle(entry, changes)
+
+    def _forget(self, jobs: list[str]) -> None:
+        """What a person had purged is a new job when its id comes again."""
+        for job in jobs:
+            self.universe.count("job purged")
+            self._purged[job] = self._replayed[job] = None
+            for memory in (self.accepted, self._attempts, self._told_ended, self._places):
+                memory.pop(job, None)
 
     def _granted(self, grant: Grant, entry: commands.Entry) -> None:
         worker = grant.worker
@@ -357,7 +373,7 @@ class Checkers:
         """A client was told something."""
         match what:
             case "accepted":
-                if self.mirror.book.find(job) is None:
+                if self.mirror.book.find(job) is None and job not in self._purged:
                     raise Violation("I1", f"{client} was told that {job} is accepted; it is not")
             case "done":
                 held = self._done.get(job)
@@ -378,7 +394,7 @@ class Checkers:
             if held == sha256(handle.body).digest()[:8]:
                 raise Violation("I9", f"{job} was refused as a conflict with itself")
 
-    # -------------------------------------------------------------- from time to time, and at the end
+    # -------------------------------------------------------------- from time to time
 
     def check_book(self, live: JobBook | None) -> None:
         """The mirror is sound in itself, and so is the broker's book, which is no other."""

@@ -43,6 +43,7 @@ class Grid:
     def _make_worker(self, number: int) -> SimWorker:
         dice = self.dice
         slots = dice.choice((1, 2, 4))
+        patterns = dice.choice(([">"], ["render.*"], ["price.>", "mail"]))
         worker = SimWorker(
             self.universe,
             self.network,
@@ -51,9 +52,7 @@ class Grid:
             watcher=self.checkers,
             slots=slots,
             # The first can do everything, so that no job waits for ever.
-            patterns=[">"]
-            if number == 0
-            else dice.choice(([">"], ["render.*"], ["price.>", "mail"])),
+            patterns=[">"] if number == 0 else patterns,
             labels={"gpu": "yes"} if number == 0 or dice.random() < 0.3 else {},
             prefetch=dice.choice((slots, 2 * slots, 2 * slots, 4 * slots, None)),
             slowness=dice.choice((1, 1, 1, 5)),
@@ -108,6 +107,7 @@ def _make_config(dice: Random) -> BrokerConfig:
         segment_mb=dice.choice((1, 4, 16, 1024)) / 1024,
         client_cap=dice.choice((0, 0, 0, 2, 5)),
         results_max=dice.choice((1_000_000, 1_000_000, 1_000_000, 20)),
+        waiting_max=dice.choice((1_000_000, 1_000_000, 1_000_000, 40)),
         heartbeat_ns=NS if silence == 4 else 2 * NS,
         silence_ns=silence * NS,
         rejoin_grace_ns=dice.choice((2, 10)) * NS if silence == 15 else 3 * NS,

@@ -121,6 +121,11 @@ class SimDisk:
         self.down = False
         self.fail_sync = False
 
+    def rot(self, name: str) -> None:
+        """A bit of a file at rest changes."""
+        data = self._names[name].data
+        data[self._dice.randrange(len(data))] ^= 1 << self._dice.randrange(8)
+
     def copy_safe(self) -> dict[str, bytes]:
         """What would certainly be there after a power loss."""
         return {name: bytes(node.data[: node.safe]) for name, node in self._safe_names.items()}

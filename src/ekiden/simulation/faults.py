@@ -33,9 +33,11 @@ class Faults:
             "worker drains": self._worker_drains,
             "worker pauses": self._worker_pauses,
             "client dies": self._client_dies,
+            "client closes": self._client_closes,
             "client pauses": self._client_pauses,
             "connection breaks": self._sever,
             "connection half-open": self._half_open,
+            "slow reader": self._slow_reader,
             "partition": self._partition,
             "one-way partition": self._one_way,
             "slow network": self._slow_network,
@@ -44,6 +46,7 @@ class Faults:
             "slow disk": self._slow_disk,
             "disk full": self._disk_full,
             "sync fails": self._sync_fails,
+            "snapshot rots": self._rot,
             "wall clock jumps": self._jump_wall,
         }
         self._undo: list[Callable[[], None]] = []
@@ -81,6 +84,7 @@ class Faults:
         self._undo.clear()
         grid.network.heal()
         grid.disk.die_at = None
+        grid.broker.doomed = False
         grid.disk.fail_sync = False
         grid.disk.capacity = 1 << 40
         grid.broker.slowness_ns = 0
@@ -99,6 +103,9 @@ class Faults:
         return self._dice.choice((200 * MS, NS, 3 * NS, 8 * NS, 20 * NS))
 
     def _broker_dies(self) -> None:
+        if self._dice.random() < 0.4:
+            self.grid.broker.doomed = True
+            return
         self.grid.kill_broker(power=self._dice.random() < 0.6)
 
     def _failpoint(self) -> None:
@@ -126,6 +133,12 @@ class Faults:
     def _worker_pauses(self) -> None:
         self._dice.choice(self.grid.workers).pause(self._pause_ns())
 
+    def _client_closes(self) -> None:
+        client = self._dice.choice(self.grid.clients)
+        if client.alive and not client.paused:
+            client.close()
+            self.grid.restart(client, NS)
+
     def _client_pauses(self) -> None:
         self._dice.choice(self.grid.clients).pause(self._pause_ns())
 
@@ -140,6 +153,11 @@ class Faults:
         connections = self.grid.network.connections()
         if connections:
             self.grid.network.half_open(self._dice.choice(connections))
+
+    def _slow_reader(self) -> None:
+        connections = self.grid.network.connections()
+        if connections:
+            self._for_a_while(self.grid.network.congest(self._dice.choice(connections)))
 
     def _partition(self) -> None:
         name = self._dice.choice([*self.grid.workers, *self.grid.clients]).name
@@ -195,6 +213,13 @@ class Faults:
 
     def _sync_fails(self) -> None:
         self.grid.disk.fail_sync = True
+
+    def _rot(self) -> None:
+        """A bit of the newest snapshot is lost; the one before it, and the log, must do."""
+        snapshots = [n for n in self.grid.disk.copy_seen() if n.endswith(".snap")]
+        if len(snapshots) > 1:
+            self.grid.disk.rot(max(snapshots))
+            self.grid.kill_broker(power=False)
 
     def _jump_wall(self) -> None:
         hour = 3600 * NS

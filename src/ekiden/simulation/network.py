@@ -19,7 +19,16 @@ from typing import Protocol
 
 from ekiden import limits
 from ekiden.errors import BadFrame, TooLarge
-from ekiden.machine import Connected, DialFailed, Disconnected, Frame, Garbled, Received
+from ekiden.machine import (
+    Congested,
+    Connected,
+    DialFailed,
+    Disconnected,
+    Frame,
+    Garbled,
+    Received,
+    Relieved,
+)
 from ekiden.simulation.world import MS, US, Event, Universe
 from ekiden.wire import messages
 from ekiden.wire.frames import FrameReader
@@ -226,6 +235,12 @@ class Network:
             self._ends.pop((gone.party.name, gone.conn), None)
             self._drop_coming(gone)
             self._hang_up(gone, "connection reset")
+
+    def congest(self, connection: Connection) -> Callable[[], None]:
+        """Who dialled reads slowly, and the kernel of the other lets it know; the way to end it."""
+        listener = connection.ends[1]
+        listener.post(Congested(listener.conn))
+        return lambda: listener.post(Relieved(listener.conn))
 
     def cut(self, sender: str, receiver: str) -> None:
         """Nothing travels from the one to the other until `mend`."""

@@ -16,16 +16,19 @@ from ekiden.client.contract import (
     JobsDone,
     JobsEnded,
     JobsRefused,
+    Leaving,
     LinkDown,
     LinkUp,
     Order,
     ProgressMade,
+    Publishing,
     RefusedByAll,
     Submitting,
     SubscribeRefused,
+    Subscribing,
 )
 from ekiden.client.machine import ClientMachine
-from ekiden.errors import Refusal
+from ekiden.errors import Closed, Refusal
 from ekiden.simulation.network import Network
 from ekiden.simulation.plans import JobPlan
 from ekiden.simulation.processes import ADDRESS, KEY, Process
@@ -42,6 +45,7 @@ from ekiden.worker.machine import (
     Started,
     WorkerMachine,
 )
+from ekiden.worker.machine import ProgressMade as RunProgressed
 
 # The real executors announce a run that is still going after about this long.
 STARTED_AFTER_NS = 20 * MS
@@ -178,6 +182,8 @@ class SimWorker(Process):
         if duration > STARTED_AFTER_NS:
             news = Started([(attempt.grant, attempt.offset, attempt.began)])
             attempt.events.append(self.later(STARTED_AFTER_NS, "started", news))
+            progress = RunProgressed(attempt.grant, attempt.offset, b"half")
+            attempt.events.append(self.later(duration // 2, "progress", progress))
         self._finish_after(duration, attempt, self._runs)
 
     def _finish_after(self, delay_ns: int, attempt: _Attempt, number: int) -> None:
@@ -331,6 +337,22 @@ class SimClient(Process):
         """Ask for the outcome of somebody's job."""
         self._open(Attaching, [Order(job)])
 
+    def subscribe(self, pattern: str) -> None:
+        """Listen in."""
+        self.post(Subscribing(1, pattern))
+
+    def publish(self, subject: str) -> None:
+        """Tell whoever listens."""
+        self.post(Publishing(subject, b"news"))
+
+    def close(self) -> None:
+        """Leave in good order: every future of this life ends, and so does the process."""
+        self.post(Leaving())
+        self.turn()
+        if self._futures or self.questions:
+            raise Violation("I6", f"{self.name} closed and left {self.waits_for()} open")
+        self.kill()
+
     def ask(self, verb: str, **params: Any) -> None:
         """A question or a change by a person."""
         if self.alive:
@@ -349,10 +371,11 @@ class SimClient(Process):
     # -------------------------------------------------------------- what it is told
 
     def _resolve(self, order: Order, how: str) -> None:
+        """A future gets its outcome; empty if that says nothing of the job."""
         if self._futures.pop(id(order), None) is None:
             raise Violation("I6", f"{self.name}: a future of {order.job_id} is resolved twice")
         plan = self.ordered.get(order.job_id)
-        if plan is not None and order.terms is not None and order.body == plan.body:
+        if how and plan is not None and order.terms is not None and order.body == plan.body:
             self.settled[order.job_id] = how
 
     def _accepted(self, effect: JobsAccepted) -> None:
@@ -373,29 +396,33 @@ class SimClient(Process):
 
     def _refused(self, effect: JobsRefused) -> None:
         for handle, error in effect.pairs:
+            if isinstance(error, Closed):
+                self._resolve(handle, "")
+                continue
             self._watcher.heard(self.name, handle.job_id, "refused", (handle, error))
-            self._resolve(handle, error.code)
-            plan = self.ordered.get(handle.job_id)
-            later = isinstance(error, Refusal) and error.retry_after_s > 0
-            if later and plan is not None and self.settled.pop(plan.id, ""):
+            if isinstance(error, Refusal) and error.retry_after_s > 0:
+                self._resolve(handle, "")
                 self.universe.count("refused for want of room")
-                self._submit_later(plan, RETRY_NS)
+                self._submit_later(handle.job_id)
+            else:
+                self._resolve(handle, error.code)
 
-    def _submit_later(self, plan: JobPlan, delay_ns: int) -> None:
-        life = self.incarnation
+    def _submit_later(self, job: str) -> None:
+        life, plan = self.incarnation, self.ordered.get(job)
 
         def submit() -> None:
-            if self.incarnation == life and plan.id not in self.settled:
+            if plan is not None and self.incarnation == life and job not in self.settled:
                 self._submit([plan])
 
-        self.universe.after(delay_ns, f"again {self.name}", submit)
+        self.universe.after(RETRY_NS, f"again {self.name}", submit)
 
     def _answered(self, effect: Answered) -> None:
         self.questions -= 1
 
     def _ask_refused(self, effect: AskRefused) -> None:
         self.questions -= 1
-        self._watcher.heard(self.name, "", "ask refused", (effect.handle, effect.error))
+        if not isinstance(effect.error, Closed):
+            self._watcher.heard(self.name, "", "ask refused", (effect.handle, effect.error))
 
     def _refused_by_all(self, effect: RefusedByAll) -> None:
         raise Violation("I9", f"{self.name} is refused for good: {effect.error}")

@@ -115,10 +115,10 @@ def _check_rest(grid: Grid) -> None:
     """Nothing is left over once everything has ended."""
     grid.checkers.check_kept()
     for worker in grid.workers:
-        if worker.worker is None or worker.worker.held:
-            raise Violation(
-                "I8", f"{worker.name} still holds {worker.worker and worker.worker.held}"
-            )
+        if worker.worker is None:
+            raise Violation("I8", f"{worker.name} is down")
+        if worker.worker.held:
+            raise Violation("I8", f"{worker.name} still holds {worker.worker.held}")
     for client in grid.clients:
         if client.client is None or client.client.pending or client.client.open_jobs:
             raise Violation("I8", f"{client.name} still has open jobs")

@@ -2,7 +2,7 @@
 
 Clients submit batches of their own jobs; now and then somebody submits a job again under the same
 id (which must change nothing), uses a taken id for something else (which must be refused), cancels,
-replays dead letters, attaches to a stranger's job, asks questions, drains a worker and lets it go on.
+replays dead letters, attaches to a stranger's job, asks questions, drains a worker and resumes it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class Workload:
                 at, f"submit {client.name}", self._submitter(client.name, plans)
             )
         for action in (
-            self._resubmit, self._resubmit_elsewhere, self._conflict, self._cancel, self._cancel_run,
-            self._replay, self._attach, self._ask, self._drain,
+            self._resubmit, self._resubmit_elsewhere, self._conflict, self._cancel,
+            self._cancel_run, self._replay, self._purge, self._attach, self._ask, self._drain,
+            self._listen,
         ):  # fmt: skip
             for _ in range(dice.choice((0, 0, 1, 3, 6))):
                 self.grid.universe.after(dice.randrange(until), action.__name__, action)
@@ -93,6 +94,13 @@ class Workload:
 
     def _replay(self) -> None:
         self._dice.choice(self.grid.clients).ask("replay", filter={"state": "failed"})
+
+    def _purge(self) -> None:
+        self._dice.choice(self.grid.clients).ask("purge", filter={"state": "failed"})
+
+    def _listen(self) -> None:
+        self._dice.choice(self.grid.clients).subscribe("news.>")
+        self._dice.choice(self.grid.clients).publish("news.weather")
 
     def _attach(self) -> None:
         if (plan := self._known()) is not None:

@@ -382,7 +382,10 @@ def decode(type_number: int, body: bytes | memoryview) -> Message:
     try:
         message: Message = decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadFrame(f"malformed {NAME_OF[type_number]}: {error}") from None
+        raise BadFrame(
+            f"malformed {NAME_OF[type_number]}: {error}",
+            remedy="see its fields in docs/PROTOCOL.md",
+        ) from None
     return message
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, cast
 
 from ekiden import limits
-from ekiden.errors import BadFrame, EkidenError, Refusal, TooLarge, WrongUsage
+from ekiden.errors import BadFrame, CannotListen, EkidenError, Refusal, TooLarge
 from ekiden.machine import (
     Close,
     Congested,
@@ -141,7 +141,7 @@ class Network:
     async def listen(self, host: str, port: int) -> int:
         """Accept connections on this address from now on; port 0 lets the system choose.
 
-        Returns the port. Raises `WrongUsage` if the address cannot be had.
+        Returns the port. Raises `CannotListen` if the address cannot be had.
         """
         try:
             found = await self.driver.loop.getaddrinfo(
@@ -150,7 +150,7 @@ class Network:
             listener = _bound(*found[0])
         except (OSError, ValueError) as error:
             where = join_address(host, port)
-            raise WrongUsage(
+            raise CannotListen(
                 f"cannot listen on {where}: {_why(error)}",
                 remedy="stop what listens there or choose another --port or --bind",
             ) from None

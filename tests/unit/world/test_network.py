@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from ekiden import limits
-from ekiden.errors import WrongUsage
+from ekiden.errors import CannotListen, WrongUsage
 from ekiden.machine import (
     Close,
     Connected,
@@ -245,7 +245,7 @@ def test_a_closed_port_fails_the_dial_with_a_reason(go: Any) -> None:
 def test_listening_twice_on_a_port_is_refused_with_a_remedy(go: Any) -> None:
     async def main() -> None:
         async with World() as world:
-            with pytest.raises(WrongUsage, match=r"cannot listen on 127.0.0.1.*--port"):
+            with pytest.raises(CannotListen, match=r"cannot listen on 127.0.0.1.*--port"):
                 await world.network.listen("127.0.0.1", world.port)
 
     go(main())
