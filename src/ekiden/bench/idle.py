@@ -14,13 +14,15 @@ SETTLE_S = 3.0
 SHARE_MAX = 1.0
 
 
-def run(*, seconds: float = 20.0, folder: Path | None = None) -> dict[str, Any]:
+def run(
+    *, seconds: float = 20.0, settle_s: float = SETTLE_S, folder: Path | None = None
+) -> dict[str, Any]:
     """CPU of an idle broker and worker over `seconds`, in percent of one core."""
     with Crew(folder=folder) as crew:
         facts = report.conditions(crew.folder)
         grid = start_grid(crew)
         children = [grid.broker, *grid.workers]
-        time.sleep(SETTLE_S)
+        time.sleep(settle_s)
         begin, before = time.monotonic(), [child.cpu_s() for child in children]
         time.sleep(seconds)
         wall = time.monotonic() - begin

@@ -26,6 +26,7 @@ def run(
     *,
     jobs: int = 3000,
     rounds: int = 6,
+    warm_up_jobs: int = WARM_UP_JOBS,
     peers: tuple[str, ...] = ("jetstream", "prototype"),
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
@@ -37,7 +38,7 @@ def run(
         clients = {"ekiden": start_grid(crew).add_load("sequence")}
         absent = _add_peers(crew, peers, clients)
         for client in clients.values():
-            client.ask({"one_by_one": WARM_UP_JOBS}, ROUND_TIMEOUT_S)
+            client.ask({"one_by_one": warm_up_jobs}, ROUND_TIMEOUT_S)
         taken: dict[str, list[float]] = {name: [] for name in clients}
         syncs = []
         for number in range(1, rounds + 1):

@@ -45,13 +45,14 @@ def run(
     seconds: float = 1.5,
     modes: tuple[str, ...] = tuple(MODES),
     peers: tuple[str, ...] = ("jetstream", "prototype"),
+    memory_bytes: int = MEMORY_BYTES,
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Race the asked modes and peers. A peer that cannot start here is named under `absent`."""
     with Crew(folder=folder) as crew:
         facts = report.conditions(crew.folder)
-        touched = report.touch_memory(crew.folder, MEMORY_BYTES)
+        touched = report.touch_memory(crew.folder, memory_bytes)
         tell(f"touched {touched / 1e9:.1f} GB of memory; starting processes")
         grid = start_grid(crew)
         contenders = [_ours(grid, mode) for mode in modes]

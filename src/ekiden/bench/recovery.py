@@ -34,13 +34,14 @@ def run(
     *,
     jobs: int = 1_000_000,
     restarts: int = 3,
+    memory_bytes: int = 2 << 30,
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Queue `jobs` jobs, then end and restart the broker `restarts` times in each way."""
     with Crew(folder=folder) as crew:
         facts = report.conditions(crew.folder)
-        report.touch_memory(crew.folder, 2 << 30)
+        report.touch_memory(crew.folder, memory_bytes)
         # No snapshot by itself while the book fills: the first way is to find the journal only.
         grid = start_grid(crew, workers=0, options=("--snapshot-interval", "3600"))
         rss_empty = grid.broker.rss_bytes()

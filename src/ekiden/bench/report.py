@@ -118,29 +118,30 @@ def show(report: dict[str, Any]) -> None:
     # Not a terminal: as wide as the content, so that a file keeps whole rows.
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     facts = report["conditions"]
-    console.print(
-        f"[bold]ekiden bench {report['bench']}[/]  {facts['cores']} cores, {facts['cpu']}, "
-        f"Python {facts['python']}, fdatasync {facts['fdatasync_ms']} ms, "
-        f"load {facts['load_before']}"
-    )
+    console.print(f"[bold]ekiden bench {report['bench']}[/]")
+    if facts:
+        console.print(
+            f"{facts['cores']} cores, {facts['cpu']}, Python {facts['python']}, "
+            f"fdatasync {facts['fdatasync_ms']} ms, load {facts['load_before']}"
+        )
     for name, value in report.items():
         if name in ("bench", "conditions", "goals") or value in ({}, []):
             continue
         if isinstance(value, list) and value and isinstance(value[0], dict):
             console.print(_rows(name, value))
         else:
-            console.print(f"{_words(name)}: {_text(value)}")
+            console.print(f"{words(name)}: {text(value)}")
     if report["goals"]:
         console.print(_goals(report["goals"]))
 
 
 def _rows(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=_words(name), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=words(name), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in rows[0]:
         right = isinstance(rows[0][column], int | float)
-        table.add_column(_words(column), justify="right" if right else "left")
+        table.add_column(words(column), justify="right" if right else "left")
     for row in rows:
-        table.add_row(*(_text(row.get(column, "")) for column in rows[0]))
+        table.add_row(*(text(row.get(column, "")) for column in rows[0]))
     return table
 
 
@@ -153,13 +154,14 @@ def _goals(goals: list[dict[str, Any]]) -> Table:
         unit = f" {goal['unit']}" if goal["unit"] else ""
         mark = "[green]met[/]" if goal["ok"] else "[red]missed[/]"
         table.add_row(
-            goal["figure"], f"{_text(goal['value'])}{unit}", f"{sign} {_text(goal['bound'])}{unit}",
+            goal["figure"], f"{text(goal['value'])}{unit}", f"{sign} {text(goal['bound'])}{unit}",
             mark,
         )  # fmt: skip
     return table
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """A value for people."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -167,13 +169,14 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
     if isinstance(value, dict):
-        return "  ".join(f"{key} {_text(part)}" for key, part in value.items())
+        return "  ".join(f"{key} {text(part)}" for key, part in value.items())
     if isinstance(value, list):
-        return " ".join(_text(part) for part in value)
+        return " ".join(text(part) for part in value)
     return str(value)
 
 
-def _words(name: str) -> str:
+def words(name: str) -> str:
+    """The name of a figure for people."""
     return name.replace("_", " ")
 
 

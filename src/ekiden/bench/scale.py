@@ -90,9 +90,9 @@ def median_us(work: Callable[[], Any], per: int) -> float:
 # ------------------------------------------------------------------ the book and the planner
 
 
-def assign_curve() -> list[dict[str, Any]]:
+def assign_curve(workers: tuple[int, ...]) -> list[dict[str, Any]]:
     """Cost of one job through planner and book, every job a grant of its own, by workers."""
-    return [{"workers": count, "assign_us": round(_assign_us(count), 2)} for count in WORKERS]
+    return [{"workers": count, "assign_us": round(_assign_us(count), 2)} for count in workers]
 
 
 class _Planning:
@@ -141,9 +141,11 @@ def _assign_us(workers: int) -> float:
 # ------------------------------------------------------------------ a real broker
 
 
-def broker_curve(crew: Crew, seconds: float, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def broker_curve(
+    crew: Crew, workers: tuple[int, ...], seconds: float, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """CPU of a broker for one job, by connected workers."""
-    return [_broker_point(crew, count, seconds, tell) for count in WORKERS]
+    return [_broker_point(crew, count, seconds, tell) for count in workers]
 
 
 def _broker_point(
@@ -159,7 +161,7 @@ def _broker_point(
     wait_until(fleet, "join", 60.0, lambda: grid.stats()["workers"]["connected"] >= workers)
     load = grid.add_load(f"open:{OPEN}")
     load.ask({"run_s": min(1.0, seconds)})
-    time.sleep(1.0)
+    time.sleep(min(1.0, seconds))
     idle = _share(grid.broker, seconds)
     before = grid.broker.cpu_s()
     done = load.ask({"run_s": seconds})
@@ -187,18 +189,20 @@ def _share(child: Child, seconds: float) -> float:
 def run(
     *,
     seconds: float = 4.0,
+    workers: tuple[int, ...] = WORKERS,
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """All three curves; `seconds` is how long each broker is watched, idle and busy."""
     with Crew(folder=folder) as crew:
         facts = report.conditions(crew.folder)
-        matches, assigns = match_curve(), assign_curve()
-        brokers = broker_curve(crew, seconds, tell)
+        matches, assigns = match_curve(), assign_curve(workers)
+        brokers = broker_curve(crew, workers, seconds, tell)
+    span = f"{workers[-1]:,} workers by {workers[0]:,}"
     goals = [
         _flat("match, 10,000 patterns by 10", matches, "match_us"),
-        _flat("plan, lease and settle, 1,000 workers by 10", assigns, "assign_us"),
-        _flat("broker's CPU of a job, 1,000 workers by 10", brokers, "broker_us_per_job"),
+        _flat(f"plan, lease and settle, {span}", assigns, "assign_us"),
+        _flat(f"broker's CPU of a job, {span}", brokers, "broker_us_per_job"),
     ]
     figures = {"match": matches, "assign": assigns, "broker": brokers}
     return report.outline("scale", facts, figures, goals)

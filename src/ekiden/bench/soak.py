@@ -37,18 +37,20 @@ def run(
     *,
     seconds: float = 300.0,
     every_s: float = 10.0,
+    base_s: float = BASE_S,
     options: tuple[str, ...] = OPTIONS,
+    memory_bytes: int = 4 << 30,
     folder: Path | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Carry jobs for `seconds` and look every `every_s`."""
     with Crew(folder=folder) as crew:
         facts = report.conditions(crew.folder)
-        report.touch_memory(crew.folder, 4 << 30)
+        report.touch_memory(crew.folder, memory_bytes)
         grid = start_grid(crew, options=options)
         load = grid.add_load("batch")
-        load.ask({"run_s": 2.0})
-        base = load.ask({"run_s": BASE_S})
+        load.ask({"run_s": base_s / 4})
+        base = load.ask({"run_s": base_s})
         base_rate = base["jobs"] / base["seconds"]
         tell(f"short run: {base_rate:,.0f} jobs/s; now {seconds:.0f} s")
         windows, total = _soak(grid, load, seconds, every_s, tell)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any, Protocol
 
+from ekiden import limits
 from ekiden.broker.intake import Intake
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
@@ -18,11 +19,12 @@ from ekiden.core.roster import Roster, RosterWorker
 from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
 from ekiden.core.scheduler import Scheduler
 from ekiden.core.subjects import check_pattern, match
-from ekiden.errors import BadRequest, UnknownJob, UnknownWorker
+from ekiden.errors import BadRequest, TooLarge, UnknownJob, UnknownWorker
 from ekiden.limits import NS
 from ekiden.machine import Instant
 from ekiden.model import jobs as j
 from ekiden.wire import messages as m
+from ekiden.wire.frames import encode_frame
 
 # Rows looked at for one listing: bounds the turn it takes, whatever the filter leaves over.
 ROWS_SEEN_MAX = 50_000
@@ -30,6 +32,7 @@ SCAN_ROWS_MAX = 20_000
 LIST_MAX = 1000
 CHANGE_MAX = 10_000
 QUEUES_SHOWN = 100
+UNKNOWN_SHOWN = 5000  # ids of the greatest length still fit a frame
 
 _FILTERS = ("state", "subject", "client", "run")
 
@@ -89,7 +92,13 @@ class Desk:
         except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
             raise BadRequest(f"parameters of {ask.verb!r} make no sense: {error}") from None
         if answer is not None:
-            peer.send(m.Answer(answer), msg_id)
+            frame = encode_frame(m.Answer(answer), 0, msg_id)
+            if len(frame) > limits.FRAME_BYTES_MAX:
+                raise TooLarge(
+                    f"the answer to {ask.verb!r} would be {len(frame):,} bytes long",
+                    remedy="ask for less: a lower limit, a narrower filter",
+                )
+            peer.send_frame(frame)
 
     def changed(self, peer: Peer, msg_id: int, command: Any, tally: Tally) -> None:
         """A change was applied: tell who asked."""
@@ -98,14 +107,14 @@ class Desk:
                 "cancelled": len(tally.changed),
                 "cancelling": len(tally.stopping),
                 "settled": len(tally.settled),
-                "unknown": tally.unknown,
+                "unknown": tally.unknown[:UNKNOWN_SHOWN],
             }
         else:
             done = "replayed" if isinstance(command, c.Replay) else "purged"
             body = {
                 done: len(tally.changed),
                 "skipped": len(tally.settled),
-                "unknown": tally.unknown,
+                "unknown": tally.unknown[:UNKNOWN_SHOWN],
             }
         peer.send(m.Answer(body), msg_id)
 
@@ -166,7 +175,7 @@ class Desk:
             if number == ROWS_SEEN_MAX:
                 self._partial = True
                 return
-            if row.place is None or not row.id or row.id in seen:
+            if row.id in seen or self._machine.book.find(row.id) is not row:
                 continue
             seen.add(row.id)
             if fits(row):

@@ -20,6 +20,7 @@ from ekiden.errors import Conflict
 from ekiden.journal.journal import Journal
 from ekiden.machine import Congested, Relieved
 from ekiden.model.jobs import DONE
+from ekiden.wire.messages import Refused
 
 # What one piece of news costs beside its output, roughly.
 _NEWS_BYTES = 200
@@ -74,13 +75,7 @@ class Herald:
 
     def submitted(self, peer: Peer, msg_id: int, outcome: SubmitOutcome) -> None:
         """A submit was applied: accepted, with the exceptions named."""
-        peer.accept(msg_id)
-        for offset, row in outcome.conflicts:
-            error = Conflict(
-                f"job id {row.id!r} is taken by a job with other content",
-                remedy="use another id, or the same name, payload and options",
-            )
-            peer.refuse(refused(msg_id, error, offset))
+        peer.accept(msg_id, [_conflict(msg_id, *found) for found in outcome.conflicts])
         for _, row in outcome.repeated:
             self.attach(peer, row)
 
@@ -176,6 +171,14 @@ class Herald:
             peer.end(p.ended(row))
         else:  # replayed meanwhile
             self.attach(peer, row)
+
+
+def _conflict(msg_id: int, offset: int, row: Row) -> Refused:
+    error = Conflict(
+        f"job id {row.id!r} is taken by a job with other content",
+        remedy="use another id or the same content",
+    )
+    return refused(msg_id, error, offset)
 
 
 def _run_end(rows: list[Row], start: int) -> int:

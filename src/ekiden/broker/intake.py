@@ -16,7 +16,7 @@ from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
 from ekiden.core.book import JobBook
 from ekiden.core.subjects import check_pattern, check_subject
-from ekiden.errors import BadId, BadRequest, DiskFull, Draining, QueueFull, Refusal, TooLarge
+from ekiden.errors import BadRequest, DiskFull, Draining, QueueFull, Refusal, TooLarge
 from ekiden.model import ids
 from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Route, Spec
 from ekiden.wire import messages as m
@@ -40,6 +40,9 @@ class Intake:
         self.incoming: dict[Route, int] = {}
         """Jobs on their way into the book, by route; the planner counts on them."""
         self.incoming_bytes = 0
+        self.incoming_later = 0
+        self._flying: dict[Route, int] = {}
+        """As `incoming`, of the entry that is being written."""
 
     def submit(self, client: str, session: str, message: m.Submit) -> c.Submit:
         """The command for a batch. Raises a Refusal of the whole batch."""
@@ -57,10 +60,11 @@ class Intake:
         if message.delay_ns > limits.DELAY_NS_MAX:
             raise BadRequest("a delay of more than ten years", remedy="use a shorter one")
         spec = self.spec(bytes(message.spec))
-        if _IDS.fullmatch("\n".join(message.ids) + "\n") is None:
+        lines = "\n".join(message.ids) + "\n"
+        # An id with a line break in it would pass for two.
+        if _IDS.fullmatch(lines) is None or lines.count("\n") != count:
             for job_id in message.ids:
                 ids.check_job_id(job_id)
-            raise BadId("a job id contains a line break")
         largest = max(map(len, message.bodies))
         if largest > limits.PAYLOAD_BYTES_MAX:
             raise TooLarge(
@@ -68,8 +72,12 @@ class Intake:
                 remedy="put large inputs in files",
             )
         size = sum(map(len, message.bodies))
-        self._check_room(client, spec.route, count, size)
-        if not (message.delay_ns or message.not_before):
+        later = bool(message.delay_ns or message.not_before)
+        self._check_waiting(None if later else spec.route, count)
+        self._check_bytes(client, size)
+        if later:
+            self.incoming_later += count
+        else:
             self.incoming[spec.route] = self.incoming.get(spec.route, 0) + count
         self.incoming_bytes += size
         return c.Submit(
@@ -90,24 +98,38 @@ class Intake:
     def _check_open(self) -> None:
         if self.draining:
             raise Draining("the broker is shutting down", remedy="submit again in a moment")
-        if self.disk_free < self._config.disk_headroom:
+        free = max(self.disk_free - self.incoming_bytes, 0)
+        if free < self._config.disk_headroom:
             raise DiskFull(
-                f"the broker's disk has {self.disk_free >> 20:,} MB left, all of it kept for "
+                f"the broker's disk has {free >> 20:,} MB left, all of it kept for "
                 "running work to settle",
                 remedy="free some space there; submitting again later is safe",
                 retry_after_s=5,
             )
 
-    def _check_room(self, client: str, route: Route, count: int, size: int) -> None:
-        book = self._book
-        queue = book.queues.get(route)
-        waiting = (queue.ready if queue is not None else 0) + self.incoming.get(route, 0)
+    def closed(self) -> None:
+        """All that came in is in an entry now, or waits for the next."""
+        self._flying, self.incoming = self.incoming, {}
+        self.incoming_bytes = self.incoming_later = 0
+
+    def _check_waiting(self, route: Route | None, count: int) -> None:
+        """Of a route, with what is on its way to it; without one, of all that is to start later."""
+        if route is None:
+            what, waiting = "the list of delayed jobs", self._book.delayed + self.incoming_later
+        else:
+            queue = self._book.queues.get(route)
+            what = f"subject {route.subject!r}"
+            waiting = queue.ready + queue.parked if queue is not None else 0
+            waiting += self.incoming.get(route, 0) + self._flying.get(route, 0)
         if waiting + count > self._config.waiting_max:
             raise QueueFull(
-                f"subject {route.subject!r} is full ({waiting:,} jobs waiting)",
+                f"{what} is full ({waiting:,} jobs waiting)",
                 remedy="retry later, add workers, or raise waiting_max",
                 retry_after_s=1,
             )
+
+    def _check_bytes(self, client: str, size: int) -> None:
+        book = self._book
         if book.live_bytes + self.incoming_bytes + size > limits.TOTAL_BYTES_MAX:
             raise QueueFull(
                 f"the broker holds {limits.TOTAL_BYTES_MAX >> 30} GB of payloads, all it takes",
@@ -161,7 +183,9 @@ def _check_spec(raw: bytes) -> Spec:
     try:
         spec: Spec = _decode_spec(raw)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"malformed spec: {error}") from None
+        raise BadRequest(
+            f"malformed spec: {error}", remedy="see its fields in docs/PROTOCOL.md"
+        ) from None
     ids.check_name(spec.name, "name")
     check_subject(spec.route.subject)
     if not -limits.PRIORITY_MAX <= spec.priority <= limits.PRIORITY_MAX:

@@ -37,7 +37,7 @@ from ekiden.core.effects import Changes
 from ekiden.core.roster import Roster, RosterWorker
 from ekiden.core.rows import Grant, Row
 from ekiden.core.scheduler import Scheduler
-from ekiden.errors import BadFrame, BadRequest, DiskFull, EkidenError, Refusal
+from ekiden.errors import BadFrame, BadRequest, DiskFull, EkidenError, Refusal, TooLarge
 from ekiden.journal.journal import Journal
 from ekiden.limits import NS
 from ekiden.machine import (
@@ -155,7 +155,7 @@ class BrokerMachine:
         if self.relay.waiting:
             self.relay.pass_on(self.peers)
         self.herald.pay()
-        self._finish_shutdown()
+        halts = self._shutdown and self._finish_shutdown()
         for peer in self._dirty:
             data = peer.drain()
             if data and peer.conn in self.peers:
@@ -165,6 +165,8 @@ class BrokerMachine:
                 self._effects.append(Close(peer.conn))
                 self._left(peer, now)
         self._dirty.clear()
+        if halts:
+            self._effects.append(Halt())
         effects, self._effects = self._effects, []
         return effects
 
@@ -203,20 +205,15 @@ class BrokerMachine:
 
     def _close_entry(self, now: Instant) -> None:
         time, wall = self.time(now), self.wall(now)
-        if self.book.watches and self.book.watches[0].until <= wall:
-            self._propose(c.Clock(wall))
-        batch, size = self._queue, 0
-        for n, (command, _, _) in enumerate(batch):
-            size += _size(command)
-            if size > limits.ENTRY_BYTES_MAX:
-                batch = batch[: max(1, n)]
-                break
+        self._hold_append_until = 0
+        batch = _first_entry(self._queue)
         self._queue = self._queue[len(batch) :]
+        if self._clock_due(batch, wall):
+            batch.append((c.Clock(wall), None, 0))
         for route in self.intake.incoming:
             self.scheduler.wake(route)
         plans = self.scheduler.plan(self.book, self.intake.incoming) if not self._shutdown else []
-        self.intake.incoming = {}
-        self.intake.incoming_bytes = 0
+        self.intake.closed()
         due = bool(self.book.delays) and self.book.delays[0].until <= time
         if not batch and not plans and not due:
             return
@@ -228,7 +225,15 @@ class BrokerMachine:
         self._flying = (c.Entry(index, time, wall, commands), batch)
         step = self.journal.advance(now)
         if step.append is not None:
+            # Measured now and then only: a burst must not eat what is kept free meanwhile.
+            self.intake.disk_free -= len(step.append.data)
             self._effects.append(step.append)
+
+    def _clock_due(self, batch: list[tuple[c.Command, Peer | None, int]], wall: int) -> bool:
+        """Whether something waits for a wall time that has come, or is submitted after it."""
+        if self.book.watches and self.book.watches[0].until <= wall:
+            return True
+        return any(isinstance(cmd, c.Submit) and 0 < cmd.expires_at <= wall for cmd, _, _ in batch)
 
     def _apply_committed(self, now: Instant) -> None:
         if self._flying is None or self.journal.committed < self._flying[0].index:
@@ -261,10 +266,11 @@ class BrokerMachine:
         kept = []
         error = DiskFull("the broker's disk is full", remedy="free some space", retry_after_s=5)
         for command, peer, msg_id in batch:
-            if not isinstance(command, c.Submit):
+            if isinstance(command, c.Submit):
+                if peer is not None:
+                    peer.refuse(refused(msg_id, error))
+            elif not isinstance(command, c.Clock):  # a later one will say more
                 kept.append((command, peer, msg_id))
-            elif peer is not None:
-                peer.refuse(refused(msg_id, error))
         self._queue = kept + self._queue
         self.intake.disk_free = min(self.intake.disk_free, 0)
         self._hold_append_until = now + RETRY_APPEND_NS
@@ -307,6 +313,9 @@ class BrokerMachine:
                 touched[settlement.worker] = None
         for grant in changes.grants:
             self._send_grant(grant, grant.owned())
+        for grant in changes.forfeited:
+            # Its worker may be back already, and busy with what is no longer its own.
+            self._stop(grant.worker.id, grant.number, None, "stale")
         for grant, offset in changes.stops:
             self._stop(grant.worker.id, grant.number, [offset], "cancel")
         for name in touched:
@@ -515,14 +524,13 @@ class BrokerMachine:
     def _ack(self, peer: Peer, msg_id: int, message: m.Ack, now: Instant) -> None:
         worker = self._worker(peer)
         found = self.intake.settle(peer.id, message)
-        for command in found:
+        # One that says nothing waits in the queue, too: acks are confirmed in their order.
+        for command in found or [c.Release(worker.id, 0, [])]:
             self._propose(command, peer, msg_id)
             if isinstance(command, c.Fail):
                 self._count_failures(worker, command, now)
             elif isinstance(command, c.Finish):
                 worker.failed_in_row.clear()
-        if not found:
-            peer.ack(msg_id)
 
     def _count_failures(self, worker: RosterWorker, command: c.Fail, now: Instant) -> None:
         grant = self.book.grants.get(command.grant)
@@ -555,6 +563,8 @@ class BrokerMachine:
 
     def _progress(self, peer: Peer, message: m.Progress) -> None:
         worker = self._worker(peer)
+        if len(message.body) > limits.PAYLOAD_BYTES_MAX:
+            raise TooLarge(f"progress of {len(message.body):,} bytes", remedy="say less of it")
         grant = self.book.grants.get(message.grant)
         if (
             grant is None
@@ -624,17 +634,35 @@ class BrokerMachine:
         self._log("warning", "worker.lost", worker=worker.id, held=worker.held(self.book))
         self.roster.drop(worker)
 
-    def _finish_shutdown(self) -> None:
-        if self._shutdown and self._flying is None and not self._queue:
-            for peer in self.peers.values():
-                if peer.greeter is None and not peer.closing:
-                    peer.send(m.Bye("the broker is shutting down"))
-                    peer.close()
-            self._shutdown = False
-            self._effects.append(Halt())
+    def _finish_shutdown(self) -> bool:
+        """Say goodbye once all is written. What a full disk keeps from being written was promised
+        to nobody, so it is not waited for."""
+        if self._flying is not None or (self._queue and not self._hold_append_until):
+            return False
+        for peer in self.peers.values():
+            if peer.greeter is None and not peer.closing:
+                peer.send(m.Bye("the broker is shutting down"))
+                peer.close()
+        self._shutdown = False
+        return True
 
     def _log(self, level: str, event: str, **facts: Any) -> None:
         self._effects.append(Log(level, event, facts))
+
+
+def _first_entry(
+    queue: list[tuple[c.Command, Peer | None, int]],
+) -> list[tuple[c.Command, Peer | None, int]]:
+    """As much of the queue as fits one entry. What came in one message stays together: an ack is
+    confirmed by the entry that holds all of it."""
+    size = start = 0
+    for n, (command, peer, msg_id) in enumerate(queue):
+        if peer is None or n == 0 or queue[n - 1][1:] != (peer, msg_id):
+            start = n
+        size += _size(command)
+        if size > limits.ENTRY_BYTES_MAX and start:
+            return queue[:start]
+    return queue[:]
 
 
 def _size(command: c.Command) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from msgspec import Raw
 
@@ -15,7 +16,8 @@ from ekiden.wire.session import Greeter
 
 # A frame is closed when it has grown to this; what is added at once stays below the other half.
 _FRAME_TARGET = limits.FRAME_BYTES_MAX // 2
-_NAME_BYTES = 64  # of an id and its framing, roughly
+_NAME_BYTES = 128  # of a job in a run beside its bytes: id, attempt, note
+_RUN_BYTES = 320  # of what a run says once: worker or client, times
 
 
 class Peer:
@@ -67,17 +69,17 @@ class Peer:
         self.closing = True
         self._dirty[self] = None
 
-    def accept(self, msg_id: int) -> None:
-        """The submit of that number is durable."""
+    def accept(self, msg_id: int, refused: Sequence[m.Refused] = ()) -> None:
+        """The submit of that number is durable, but for the jobs named: all of it in one frame."""
+        if refused:
+            self._grow(sum(len(r.text) + len(r.remedy) + 64 for r in refused))
+            self.refused += refused
         self.accepted.append(msg_id)
         self._dirty[self] = None
 
     def refuse(self, refused: m.Refused) -> None:
-        """A submit, or one job of it, is not taken."""
-        if refused.offset < 0:
-            self.accepted.append(refused.message)  # the frame names every submit it answers
-        self.refused.append(refused)
-        self._dirty[self] = None
+        """A whole submit is not taken."""
+        self.accept(refused.message, [refused])  # the frame names every submit it answers
 
     def ack(self, msg_id: int) -> None:
         """All acks up to that number are durable."""
@@ -92,7 +94,7 @@ class Peer:
 
     def result(self, run: m.ResultRun) -> None:
         """Jobs done; a run that would not fit one frame is split."""
-        size = sum(map(len, run.outputs)) + _NAME_BYTES * len(run.ids)
+        size = sum(map(len, run.outputs)) + _NAME_BYTES * len(run.ids) + _RUN_BYTES
         if size > _FRAME_TARGET and len(run.ids) > 1:
             half = len(run.ids) // 2
             self.result(_part(run, 0, half))
@@ -103,12 +105,14 @@ class Peer:
 
     def end(self, ended: m.Ended) -> None:
         """A job that ended without a result."""
-        self._grow(sum(len(c.message) + 100 for c in ended.causes) + _NAME_BYTES)
+        # A character may take four bytes.
+        self._grow(sum(4 * len(c.message) + 250 for c in ended.causes) + _NAME_BYTES)
         self.ended.append(ended)
 
     def assign(self, run: m.AssignRun) -> None:
         """Attempts to run."""
-        self._grow(sum(map(len, run.bodies)) + _NAME_BYTES * len(run.ids))
+        size = sum(map(len, run.bodies)) + _NAME_BYTES * len(run.ids)
+        self._grow(size + len(run.spec) + _RUN_BYTES)
         self.assigns.append(run)
 
     def flush(self) -> None:

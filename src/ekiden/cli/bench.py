@@ -163,3 +163,34 @@ def idle(
     from ekiden.bench import idle as bench
 
     _measure(lambda: bench.run(seconds=seconds, folder=folder), as_json)
+
+
+@app.command("all")
+def everything(
+    only: Annotated[str, typer.Option(help="Of these.")] = "noop,latency,recovery,scale,idle,soak",
+    soak_seconds: Annotated[float, typer.Option(min=10.0, help="How long to soak.")] = 300.0,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Put the figures into this Markdown file too."),
+    ] = None,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Every bench after another: about ten minutes on a machine that does nothing else.
+
+    examples:
+      $ ekiden bench all --write bench/README.md
+    """
+    from ekiden.bench import everything as bench
+
+    chosen = _choices(only, bench.BENCHES, "--only")
+    reports = bench.run(only=chosen, soak_s=soak_seconds, folder=folder, tell=output.say)
+    if write is not None:
+        bench.write(write, reports)
+    if as_json:
+        output.emit({"bench": "all", "reports": reports})
+        return
+    from ekiden.bench.report import show
+
+    for report in reports:
+        show(report)

@@ -157,10 +157,12 @@ def show_job(job_id: str, *, connect: str, key_file: Any, as_json: bool) -> None
 def _facts(job: dict[str, Any]) -> list[tuple[str, Any]]:
     """What is worth a line: what is as usual is left out."""
     bytes_in, bytes_out = job.get("input_bytes"), job.get("output_bytes")
+    ended = job["state"] in ("done", "failed", "cancelled")
+    reason = f": {job['reason']}" if ended and job.get("reason") not in ("", job["state"]) else ""
     return [
         ("id", job["id"]),
-        ("state", job["state"]),
-        ("why", job["why"]),
+        ("state", job["state"] + reason),
+        ("why", None if ended else job["why"]),
         ("name", job["name"]),
         ("subject", job["subject"]),
         ("client", job["client"]),

@@ -51,9 +51,10 @@ def exit_code_of(error: BaseException) -> int:
 
 def error_document(error: BaseException) -> dict[str, Any]:
     """`error` as `--json` prints it."""
+    kind = "timeout" if isinstance(error, TimeoutError) else "io"
     document: dict[str, Any] = {
-        "code": getattr(error, "code", "timeout" if isinstance(error, TimeoutError) else "error"),
-        "message": getattr(error, "message", str(error)),
+        "code": getattr(error, "code", kind),
+        "message": getattr(error, "message", None) or sentence(error),
         "remedy": getattr(error, "remedy", ""),
     }
     if isinstance(error, errors.Refusal) and error.retry_after_s:
@@ -156,7 +157,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, empty:
     if not table.rows and empty:
         say(empty)
         return
-    _console().print(table)
+    console = _console()
+    with console.capture() as drawn:
+        console.print(table)
+    # Printed by us: the library ends the process by itself when a pipe is closed.
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 def print_lines(text: str, *, indent: str = "") -> None:

@@ -243,9 +243,12 @@ def _duration(value: float | None, what: str) -> int:
 def _wall_time(value: datetime | float | None, what: str) -> int:
     if value is None:
         return 0
-    if isinstance(value, datetime):
-        return round(value.timestamp() * 1_000_000) * 1000
-    return _duration(value, what)
+    if not isinstance(value, datetime):
+        return _duration(value, what)
+    wall_ns = round(value.timestamp() * 1_000_000) * 1000
+    if not 0 <= wall_ns < 1 << 62:
+        raise WrongUsage(f"{what} is {value}", remedy="give a time between 1970 and 2116")
+    return wall_ns
 
 
 def _causes(wish: Iterable[str] | None) -> tuple[str, ...] | None:

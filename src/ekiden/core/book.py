@@ -515,6 +515,7 @@ class JobBook:
                 else:
                     self._requeue(row, front=True)
             self._unlease(grant, len(owned))
+            self._changes.forfeited.append(grant)
         self._give_back(clients)
 
     # -------------------------------------------------------------- retry

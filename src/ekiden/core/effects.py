@@ -37,6 +37,7 @@ class Changes:
     """All hints of one entry."""
 
     __slots__ = (
+        "forfeited",
         "grants",
         "large",
         "requeued",
@@ -54,6 +55,8 @@ class Changes:
         self.tallies: list[Tally] = []
         """One for every Cancel, Replay and Purge command, in order."""
         self.grants: list[Grant] = []
+        self.forfeited: list[Grant] = []
+        """Grants that ended because their worker was given up."""
         self.settlements: list[Settlement] = []
         self.large: dict[str, bytes] = {}
         """Outputs too large for memory, by job id: to be handed on now or read back later."""

@@ -64,12 +64,14 @@ def _check_parking(client: ClientLedger) -> None:
 
 def _check_queues(book: JobBook, ready: dict[int, int]) -> None:
     for queue in book.queues.values():
-        waiting = 0
+        waiting = parked = 0
         for lane in queue.lanes.values():
             assert lane.ready == ready.pop(id(lane), 0), (queue.route, lane.priority)
             assert lane.ready, (queue.route, lane.priority)
             waiting += lane.ready if lane.in_ring else 0
+            parked += 0 if lane.in_ring else lane.ready
         assert queue.ready == waiting, (queue.route, queue.ready, waiting)
+        assert queue.parked == parked, (queue.route, queue.parked, parked)
         rung = [lane for ring in queue.rings.values() for lane in ring]
         assert len(rung) == len(set(map(id, rung))), queue.route
         assert all(lane.in_ring for lane in rung), queue.route

@@ -60,13 +60,15 @@ class Lane:
 class Queue:
     """All that waits on one route."""
 
-    __slots__ = ("lanes", "leased", "ready", "rings", "route")
+    __slots__ = ("lanes", "leased", "parked", "ready", "rings", "route")
 
     def __init__(self, route: Route) -> None:
         self.route = route
         self.lanes: dict[tuple[int, str], Lane] = {}
         self.rings: dict[int, deque[Lane]] = {}
         self.ready = 0
+        self.parked = 0
+        """What waits here of clients at their cap: not ready, but there."""
         self.leased = 0
 
     def add(self, lane: Lane, rows: list[Row], *, front: bool = False) -> None:
@@ -79,6 +81,7 @@ class Queue:
             lane.client.lanes[lane] = None
         lane.ready += len(rows)
         if lane.client.parked:
+            self.parked += len(rows)
             return
         self.ready += len(rows)
         if not lane.in_ring:
@@ -89,6 +92,8 @@ class Queue:
         lane.ready -= 1
         if lane.in_ring:
             self.ready -= 1
+        else:
+            self.parked -= 1
         if not lane.ready:
             self._retire(lane)
         elif len(lane.rows) > 2 * lane.ready + 64:
@@ -155,6 +160,7 @@ def park(client: ClientLedger) -> None:
     client.parked = True
     for lane in client.lanes:
         lane.queue.ready -= lane.ready
+        lane.queue.parked += lane.ready
         lane.queue._leave(lane)
 
 
@@ -164,5 +170,6 @@ def unpark(client: ClientLedger) -> list[Queue]:
     lanes = sorted(client.lanes, key=lambda lane: lane.seq)
     for lane in lanes:
         lane.queue.ready += lane.ready
+        lane.queue.parked -= lane.ready
         lane.queue._enter(lane)
     return [lane.queue for lane in lanes]

@@ -24,6 +24,7 @@ about elections and I7 about files: neither exists here.)
 from __future__ import annotations
 
 from hashlib import sha256
+from itertools import count
 from typing import Any
 
 from ekiden.config import BrokerConfig
@@ -103,6 +104,7 @@ class Checkers:
         self._purged: dict[str, None] = {}
         self._silences = Silences(universe, config)
         self._places: dict[str, int] = {}
+        self._next_place = count()
         self._line: dict[tuple[Route, int, str], int] = {}
         self._idle_entries = 0
         network.on_send = self.sent
@@ -148,7 +150,7 @@ class Checkers:
         elif frame.type == _BYE:
             self._silences.left(sender.name)
         elif frame.type == _JOIN or frame.type >= _FIRST_WORKER_TYPE:
-            self._silences.heard(sender.name)
+            self._silences.heard(sender.name, joins=frame.type == _JOIN)
 
     def wants_cancel(self, jobs: list[str]) -> None:
         """Somebody is about to cancel these: only they may end as cancelled."""
@@ -241,7 +243,7 @@ class Checkers:
                     self._silences.check_forfeit(command.worker)
                 case commands.Submit():
                     for job in command.ids:
-                        self._places.setdefault(job, len(self._places))
+                        self._places.setdefault(job, next(self._next_place))
                 case commands.Cancel():
                     next(tallies)
                 case commands.Replay():
@@ -357,7 +359,10 @@ class Checkers:
 
     def given(self, worker: str, job: str, body: bytes) -> None:
         """A worker was given a job to run."""
-        if sha256(body).digest()[:8] != self.mirror.digest_of(job):
+        held = self.mirror.digest_of(job)
+        if not held and job in self._purged:
+            return  # a frame that was long on its way
+        if sha256(body).digest()[:8] != held:
             raise Violation("I1", f"{worker} was given {job} with a body nobody submitted")
 
     def began(self, worker: str, job: str, attempt: int) -> None:
@@ -435,8 +440,10 @@ class Silences:
         self._heard.clear()
         self._sessions.clear()
 
-    def heard(self, worker: str) -> None:
-        """The worker spoke."""
+    def heard(self, worker: str, *, joins: bool) -> None:
+        """The worker spoke. Before it has joined, nothing it says counts."""
+        if not joins and worker not in self._heard:
+            return
         if self._is_long(worker):
             self.left(worker)
         self._heard[worker] = self._universe.now

@@ -233,7 +233,9 @@ class SimWorker(Process):
 
         def send() -> None:
             conn = self.network.latest(self)
-            if self.incarnation == life and conn is not None and not self.paused:
+            if self.incarnation != life or self.paused or conn is None:
+                return
+            if self.worker is not None and self.worker.connected:
                 self.universe.count("late result of a failed run")
                 ack = Ack([AckRun(attempt.grant, [attempt.offset], [output])])
                 self.network.send(self, conn, encode_frame(ack))

@@ -77,6 +77,7 @@ def _run(grid: Grid) -> None:
 
     faults.heal()
     limit = universe.now + LIVENESS_NS
+    _run_checked(grid, universe.now + NS)  # everybody is up again
     _run_until_none(grid, _questions, limit)
     workload.settle()
     _run_until_none(grid, _open_ends, limit)

@@ -176,9 +176,11 @@ class Link:
             elif self._beats and now - state.spoke >= state.welcome.heartbeat_ns:
                 self.send(_BEAT, now)
         elif isinstance(state, Dialling | Greeting) and now >= state.until:
+            error = _unreachable(state.address, "no answer in time")
             if isinstance(state, Greeting):
                 self.effects.append(Close(state.conn, "no welcome in time"))
-            self._failed(state.address, _unreachable(state.address, "no answer in time"), now)
+                error = _speechless(state.address)
+            self._failed(state.address, error, now)
         if isinstance(self._state, Resting) and now >= self._state.until:
             self._state = Dialling(self.address, now + limits.HELLO_TIMEOUT_NS)
             self.effects.append(Dial(self.address))
@@ -206,6 +208,7 @@ class Link:
             self._failed(state.address, error, now)
             return
         self._state = Greeting(event.conn, state.address, caller, now + limits.HELLO_TIMEOUT_NS)
+        self.last_error = _speechless(state.address)  # until it says something
         self.effects.append(Send(event.conn, caller.opening()))
 
     def _received(self, event: Received, now: Instant) -> list[Frame]:
@@ -329,6 +332,13 @@ class Link:
         """Twice as long after every round, and never in step with others."""
         longest = min(limits.RECONNECT_FIRST_NS << min(rounds, 20), limits.RECONNECT_MAX_NS)
         self._state = Resting(now + longest // 2 + int(longest / 2 * self._jitter()))
+
+
+def _speechless(address: str) -> errors.Unreachable:
+    return errors.Unreachable(
+        f"what listens on {address} does not answer as a broker would",
+        remedy="check host and port: something else may listen there",
+    )
 
 
 def _unreachable(address: str, reason: str) -> errors.Unreachable:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ekiden.bench import report
-from ekiden.bench.peers import find_prototype
-from ekiden.bench.processes import BenchFailed, Crew
+from ekiden.bench import everything, recovery, report, soak
 from ekiden.bench.rounds import Round, ratio
+from ekiden.errors import WrongUsage
 
 
 def a_round(rate: float) -> Round:
@@ -20,14 +20,19 @@ def test_a_ratio_is_taken_within_rounds_so_a_drifting_machine_does_not_show() ->
     ours = [a_round(600), a_round(300), a_round(900)]
     theirs = [a_round(200), a_round(100), a_round(300)]
 
-    assert ratio(ours, theirs) == pytest.approx(3.0)
+    found = ratio(ours, theirs)
+
+    assert (found.median, found.low, found.high) == pytest.approx((3.0, 3.0, 3.0))
 
 
-def test_one_disturbed_round_does_not_move_the_ratio() -> None:
+def test_one_disturbed_round_shows_in_the_spread_and_not_in_the_ratio() -> None:
     ours = [a_round(600), a_round(10), a_round(600)]
     theirs = [a_round(200), a_round(200), a_round(200)]
 
-    assert ratio(ours, theirs) == pytest.approx(3.0)
+    found = ratio(ours, theirs)
+
+    assert (found.median, found.low, found.high) == pytest.approx((3.0, 0.05, 3.0))
+    assert found.of_medians == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 1), (0.5, 51), (0.99, 100), (1.0, 100)])
@@ -40,6 +45,24 @@ def test_a_goal_knows_its_direction() -> None:
     assert not report.at_least("speed", 5.9, 6.0).ok
     assert report.at_most("delay", 0.9, 0.9).ok
     assert not report.at_most("delay", 1.0, 0.9).ok
+
+
+def test_the_cost_of_the_first_submits_does_not_count_as_that_at_10_k() -> None:
+    curve = [{"broker_us_per_submit": cost} for cost in (9.0, 1.0, 1.1, 1.2, 5.0, 1.2)]
+
+    assert recovery.cost_at_start(curve) == 1.0
+    assert recovery.cost_at_end(curve) == 1.2
+
+
+def test_growth_compares_the_last_third_with_the_one_before() -> None:
+    def windows(*values: float) -> list[dict[str, Any]]:
+        return [{"rss_mb": value} for value in values]
+
+    assert soak.growth(windows(10, 500, 500, 400, 500, 450), "rss_mb") == 1.0
+    assert soak.growth(windows(10, 20, 100, 110, 150, 120), "rss_mb") == pytest.approx(
+        150 / 110, 1e-3
+    )
+    assert soak.growth(windows(7), "rss_mb") == 1.0
 
 
 def test_a_report_has_the_same_outline_for_every_bench(tmp_path: Path) -> None:
@@ -59,34 +82,27 @@ def test_touching_memory_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_crew_ends_its_children_and_removes_its_folder() -> None:
-    with Crew() as crew:
-        talker = crew.start_python(
-            "talker", "-c", "import json\nwhile True: print(json.dumps([input()]), flush=True)",
-            talks=True,
-        )  # fmt: skip
-        assert talker.ask({"jobs": 1}, 20.0) == ['{"jobs": 1}']
+def test_figures_are_written_between_their_marks_and_nowhere_else(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{everything.BEGIN}\nold\n{everything.END}\nafter\n")
+    goal = report.at_most("p50", 0.7, 0.9, "ms")
+    rows = {"rows": [{"system": "ekiden", "jobs_per_s": 1234567}]}
 
-    assert not talker.running()
-    assert not crew.folder.exists()
+    everything.write(page, [report.outline("latency", {}, rows, [goal])])
 
-
-def test_a_child_that_dies_is_quoted() -> None:
-    with Crew() as crew:
-        child = crew.start_python("child", "-c", "raise SystemExit('no disk here')", talks=True)
-
-        with pytest.raises(BenchFailed, match="child ended with 1: no disk here"):
-            child.hear(20.0)
+    text = page.read_text()
+    assert text.startswith(f"before\n{everything.BEGIN}\n")
+    assert text.endswith(f"{everything.END}\nafter\n")
+    assert "old" not in text
+    assert "| latency | p50 | 0.7 ms | ≤ 0.9 ms | yes |" in text
+    assert "| ekiden | 1,234,567 |" in text
 
 
-def test_the_prototype_carries_every_job() -> None:
-    script = find_prototype()
-    assert script is not None
-    with Crew() as crew:
-        leader = crew.start_python("leader", script, "leader", crew.folder / "log", talks=True)
-        port = str(leader.hear(20.0)["port"])
-        crew.start_python("worker", script, "worker", port)
-        client = crew.start_python("client", script, "client", port, talks=True)
-        client.hear(20.0)
+def test_a_page_without_marks_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("mine")
 
-        assert client.ask({"jobs": 3000}, 30.0)["seconds"] > 0
+    with pytest.raises(WrongUsage):
+        everything.write(page, [])
+
+    assert page.read_text() == "mine"

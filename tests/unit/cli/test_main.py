@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -63,6 +64,15 @@ def test_every_command_explains_itself_and_speaks_json(
         ["submit", "echo", "--payload", "@/no/such/file"],
         ["jobs", "cancel"],
         ["jobs", "cancel", "j1", "--all"],
+        ["jobs", "cancel", "--all"],
+        ["dlq", "purge", "--all"],
+        ["submit", "echo", "--lines", "/no/such/file"],
+        ["submit", "echo", "--lines", "-", "--payload", "x"],
+        ["submit", "echo", "--lines", "-", "--count", "2"],
+        ["submit", "echo", "--delay", "-1"],
+        ["submit", "echo", "--not-before", "tomorrow"],
+        ["log", "dump", "--event", "birthday", "."],
+        ["broker", "--advertise", "nowhere"],
         ["dlq", "replay"],
         ["log", "dump", "/no/such/folder"],
         ["log", "verify", "/no/such/folder"],
@@ -132,3 +142,61 @@ def test_help_does_not_load_what_it_does_not_need() -> None:
     )
 
     assert (outcome.returncode, outcome.stderr) == (0, "")
+
+
+def test_without_a_verb_the_help_is_shown_and_the_usage_was_wrong(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in ([], ["jobs"], ["dlq"], ["workers"], ["log"]):
+        assert main(words) == 2
+        captured = capsys.readouterr()
+        assert captured.out.startswith(" ".join(["Usage: ekiden", *words]))
+        assert captured.err == ""
+
+
+def test_the_version_is_an_option_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ekiden ")
+
+
+def test_no_line_of_help_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["jobs"], ["dlq"], ["workers"], ["log"]):
+        main([*words, "--help"])
+        listed = capsys.readouterr().out
+        assert "..." not in listed.partition("COMMAND [ARGS]...")[2]
+
+
+def test_a_bug_is_one_sentence_and_the_rest_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("ekiden.cli.output.emit", broken)
+
+    assert main(["version", "--json"]) == 70
+    assert "ZeroDivisionError: oops" in json.loads(capsys.readouterr().err)["error"]["message"]
+
+    monkeypatch.setenv("EKIDEN_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        main(["version", "--json"])
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"), [("ekiden jo", ["jobs"]), ("ekiden dlq re", ["replay"])]
+)
+def test_a_shell_can_ask_what_may_come_next(words: str, offered: list[str]) -> None:
+    outcome = subprocess.run(
+        [sys.executable, "-m", "ekiden.cli.main"],
+        env={
+            **os.environ,
+            "_EKIDEN_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert outcome.stdout.split() == offered

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 from ekiden.cli import options
 from ekiden.errors import WrongUsage
@@ -53,11 +55,40 @@ def test_labels_are_pairs() -> None:
             options.parse_labels([pair])
 
 
-def test_a_change_of_many_jobs_must_say_which() -> None:
-    assert options.chosen(["j1"], {}, False, "cancel") == {"ids": ["j1"]}
-    assert options.chosen(None, {"run": "r"}, False, "cancel") == {"filter": {"run": "r"}}
-    assert options.chosen([], {}, True, "cancel") == {"filter": {}}
-    with pytest.raises(WrongUsage, match="cancel what"):
-        options.chosen(None, {}, False, "cancel")
-    with pytest.raises(WrongUsage):
-        options.chosen(["j1"], {"run": "r"}, False, "cancel")
+def test_a_list_may_be_given_with_commas_and_by_repeating() -> None:
+    assert options.split_list(["a,b", " c ,", ""]) == ["a", "b", "c"]
+    assert options.split_list(None) == []
+
+
+def test_a_time_without_a_zone_is_of_this_machine() -> None:
+    moment = options.parse_time("2026-05-17T06:00", "--not-before")
+    abroad = options.parse_time("2026-05-17T06:00+09:00", "--not-before")
+
+    assert moment == datetime(2026, 5, 17, 6).astimezone()
+    assert abroad == datetime(2026, 5, 16, 21, tzinfo=UTC)
+    assert options.parse_time("", "--not-before") is None
+    with pytest.raises(WrongUsage, match="--not-before does not understand 'tomorrow'"):
+        options.parse_time("tomorrow", "--not-before")
+
+
+@pytest.mark.parametrize(("answer", "goes_on"), [("y\n", True), ("n\n", False), ("\n", False)])
+def test_a_person_is_asked_before_much_is_changed(
+    answer: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO(answer)
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", lambda _: terminal.readline().rstrip("\n"))
+
+    if goes_on:
+        options.confirm("Really?")
+    else:
+        with pytest.raises(typer.Abort):
+            options.confirm("Really?")
+
+
+def test_where_nobody_can_be_asked_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+
+    with pytest.raises(WrongUsage, match="--yes"):
+        options.confirm("Really?")

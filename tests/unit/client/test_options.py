@@ -190,6 +190,15 @@ def test_the_default_client_id_is_usable_whoever_and_wherever_we_are(monkeypatch
     assert settings.default_client_id() == "J-rg-van-D-k@host-name.local"
 
 
+@pytest.mark.parametrize("year", [1969, 2117, 9999])
+def test_a_wall_time_that_no_broker_can_store_is_refused(year):
+    when = datetime(year, 1, 1, tzinfo=UTC)
+
+    for option in ("not_before", "expires_at"):
+        with pytest.raises(errors.WrongUsage, match=option):
+            make_terms("echo", FORM_PLAIN, {option: when})
+
+
 def test_a_user_without_a_name_has_an_id_too(monkeypatch):
     def nobody():
         raise KeyError("getpwuid(): uid not found: 1234")
