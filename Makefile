@@ -31,6 +31,7 @@ demo: $(READY)  ## start a grid, run real jobs, show their results, stop
 
 check: $(READY)  ## style, types, import rules
 	$(RUN)/ruff check .
+	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-logo
 

@@ -16,6 +16,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
   exit 1
 fi
 
+echo "setup: making $venv from uv.lock; this takes a minute the first time" >&2
+
 sync_with() {
   # --inexact: uv itself may live in this environment and must survive its own sync.
   UV_PROJECT_ENVIRONMENT="$venv" "$1" sync --frozen --inexact --quiet --python "$2"

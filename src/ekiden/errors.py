@@ -212,15 +212,17 @@ class ResultGone(Fault):
 
 
 class JobFailed(EkidenError):
-    """The job used up its attempts. `causes` holds one line for every attempt."""
+    """The job used up its attempts. `causes` holds one line for every attempt, `reason` why there
+    is no other: the cause of the last one, or `poison` for a job that took its workers with it."""
 
     code = "job_failed"
 
-    def __init__(self, job_id: str, causes: list[dict[str, object]]) -> None:
+    def __init__(self, job_id: str, causes: list[dict[str, object]], reason: str = "") -> None:
         self.job_id = job_id
         self.causes = causes
         last = causes[-1] if causes else {}
-        why = f"{last.get('cause', 'unknown')}: {last.get('message', '')}".rstrip(": ")
+        self.reason = reason or str(last.get("cause", "unknown"))
+        why = f"{self.reason}: {last.get('message', '')}".rstrip(": ")
         super().__init__(
             f"job {job_id!r} failed after {len(causes)} attempt{'s' * (len(causes) != 1)} ({why})",
             remedy=f"inspect it with: ekiden jobs show {job_id}",

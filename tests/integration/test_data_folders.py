@@ -324,3 +324,15 @@ def test_a_broker_killed_on_a_full_disk_recovers_with_all_that_was_accepted(site
     assert {client.job(job_id)["state"] for job_id in accepted} == {"queued"}
     with pytest.raises(errors.UnknownJob):
         client.job(f"job-{len(accepted) - 1}")
+
+
+def test_a_broker_whose_folder_is_taken_away_stops_instead_of_writing_into_nothing(
+    site: Site,
+) -> None:
+    broker = site.start_broker()
+    site.client().submit("nobody").wait_accepted(20)
+
+    site.data.rename(site.folder / "elsewhere")
+
+    assert broker.wait() == 4
+    assert '"code":"storage"' in broker.logged()

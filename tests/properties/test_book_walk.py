@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.properties.naive_book import LEASED, NAPPING, WAITING, Job, NaiveBook, Told
 
 from ekiden.core import book as book_module
 from ekiden.core import commands as c
@@ -22,7 +23,6 @@ from ekiden.core.effects import Changes
 from ekiden.core.queues import Lane
 from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
 from ekiden.model import jobs as j
-from tests.properties.naive_book import LEASED, NAPPING, WAITING, Job, NaiveBook, Told
 
 ENTRIES = 400
 SEEDS = range(24)
@@ -73,9 +73,7 @@ class Walk:
         rng = self.rng
         alive = [(g.worker.id, g.number, len(g.rows)) for g in self.live.grants.values()]
         ever = [(w, n, len(jobs)) for n, (w, _, jobs) in self.naive.grants.items()]
-        worker, number, size = rng.choice(
-            rng.choice([alive] * 7 + [ever]) or [("w1", 999_999, 3)]
-        )
+        worker, number, size = rng.choice(rng.choice([alive] * 7 + [ever]) or [("w1", 999_999, 3)])
         return (rng.choice(WORKERS) if rng.random() < 0.05 else worker), number, size
 
     def offsets(self, size: int) -> list[int]:

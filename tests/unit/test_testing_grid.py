@@ -237,3 +237,22 @@ def test_an_error_of_the_test_itself_is_the_one_that_is_seen() -> None:
 
     with pytest.raises(ZeroDivisionError):
         use_a_grid_wrongly()
+
+
+def test_a_snapshot_that_cannot_be_begun_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ekiden.testing.grid(snapshot_interval_s=0.05) as grid:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", "/no/such/python")
+            grid.client.submit("nobody").wait_accepted(10)
+            until(lambda: "snapshot.failed" in caplog.text)
+
+        until(lambda: grid.client.stats()["journal"]["snapshot_index"] > 0)
+
+
+def until(holds: Any, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -130,12 +130,14 @@ class Child:
 
     def end(self) -> None:
         """End it and all it started, at once. What it wrote is about to be removed anyway."""
-        for process in self._family():
+        family = self._family()
+        for process in family:
             try:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
         self.popen.wait(STOP_WAIT_S)
+        psutil.wait_procs(family[1:], STOP_WAIT_S)
         for pipe in (self.popen.stdin, self.popen.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):

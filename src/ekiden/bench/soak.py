@@ -5,9 +5,9 @@ memory, disk, rate and the broker's longest turn are sampled. What must hold: th
 once retention has begun to forget, memory and disk stop growing.
 
 Snapshots come every 20 s instead of every minute and segments are small, so that a few minutes see
-many of each. Results and ids are kept in their usual numbers: at this speed both bounds are reached
-within the first ten seconds. Covered segments go at once, because full speed fills any disk that
-keeps seven days of them.
+many of each. Results and ids are kept in their usual numbers, whose bounds are reached within the
+first ten seconds at this speed, but for ten seconds instead of seven days: covered segments are
+kept as long as results are, and full speed fills any disk that keeps days of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ TURN_MS_MAX = 50.0
 # with the middle one, where retention is already at work.
 GROWTH_MAX = 1.15
 
-OPTIONS = ("--snapshot-interval", "20", "--segment-mb", "32", "--keep-log", "0")
+OPTIONS = (
+    *("--snapshot-interval", "20", "--segment-mb", "32"),
+    *("--keep-log", "0", "--retention", f"{10 / 86400:.6f}"),
+)
 
 
 def run(

@@ -31,7 +31,9 @@ ROWS_SEEN_MAX = 50_000
 SCAN_ROWS_MAX = 20_000
 LIST_MAX = 1000
 CHANGE_MAX = 10_000
+BRIEF_MAX = 5000  # ids of the longest kind that fit one frame
 QUEUES_SHOWN = 100
+MESSAGE_SHOWN = 200  # of the last failure, in a line of a list; `job` shows all of it
 UNKNOWN_SHOWN = 5000  # ids of the greatest length still fit a frame
 
 _FILTERS = ("state", "subject", "client", "run")
@@ -210,7 +212,7 @@ class Desk:
 
     def _jobs(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
         brief = bool(params.get("brief"))
-        limit = max(1, min(int(params.get("limit", 100)), CHANGE_MAX if brief else LIST_MAX))
+        limit = max(1, min(int(params.get("limit", 100)), BRIEF_MAX if brief else LIST_MAX))
         show = _brief if brief else self._line
         if (cursor := params.get("cursor")) is not None:
             page, cursor = self._scan(params, cursor, limit)
@@ -268,7 +270,7 @@ class Desk:
             }  # fmt: skip
         if row.history:
             last = row.history[-1]
-            line |= {"last_cause": last.cause, "last_message": last.message}
+            line |= {"last_cause": last.cause, "last_message": last.message[:MESSAGE_SHOWN]}
         return line
 
     def _job(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:

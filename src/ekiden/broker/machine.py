@@ -369,10 +369,12 @@ class BrokerMachine:
 
     def _received(self, event: Received, now: Instant) -> None:
         peer = self.peers.get(event.conn)
-        if peer is None or peer.closing:
+        if peer is None:
             return
         peer.heard = now
         for frame in event.frames:
+            if peer.closing:
+                return
             try:
                 if peer.greeter is not None:
                     self._greet(peer, frame)
@@ -380,12 +382,11 @@ class BrokerMachine:
                     self._message(peer, frame, now)
             except BadFrame as error:
                 self._refuse_and_close(peer, error, frame.msg_id)
-                return
             except Refusal as error:
                 if peer.greeter is not None:
                     self._refuse_and_close(peer, error, frame.msg_id)
-                    return
-                peer.send_frame(refusal_frame(error, frame.msg_id))
+                else:
+                    peer.send_frame(refusal_frame(error, frame.msg_id))
 
     def _greet(self, peer: Peer, frame: Frame) -> None:
         assert peer.greeter is not None
@@ -534,10 +535,13 @@ class BrokerMachine:
 
     def _count_failures(self, worker: RosterWorker, command: c.Fail, now: Instant) -> None:
         grant = self.book.grants.get(command.grant)
+        if grant is None or grant.worker.id != worker.id:
+            return
         for offset, cause in zip(command.offsets, command.causes, strict=True):
-            if grant is None or cause == j.CANCEL_CONFIRMED or not 0 <= offset < len(grant.rows):
+            if cause == j.CANCEL_CONFIRMED or not 0 <= offset < len(grant.rows):
                 continue
-            if self.roster.failed(worker, grant.rows[offset].id, now):
+            row = grant.rows[offset]
+            if row.place is grant and self.roster.failed(worker, row.id, now):
                 self._log("warning", "worker.quarantined", worker=worker.id,
                           failures=limits.QUARANTINE_FAILURES)  # fmt: skip
 

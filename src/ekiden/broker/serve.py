@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class BrokerWorld:
                 },
             )  # fmt: skip
         )
-        ticking = asyncio.create_task(self._tick(), name="clock")
+        ticking = self._task(self._tick(), "clock")
         self._on_signals()
         try:
             if self.config.on_ready is not None:
@@ -183,19 +184,34 @@ class BrokerWorld:
         return due
 
     def _take_snapshot(self, effect: TakeSnapshot) -> None:
-        self._snapshotter = asyncio.create_task(self._snapshot(effect.upto), name="snapshot")
+        self._snapshotter = self._task(self._snapshot(effect.upto), "snapshot")
+
+    def _task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """In the background. What it fails with ends the broker: nobody else would hear of it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.driver.fail(error)
+
+        task = self.driver.loop.create_task(work, name=name)
+        task.add_done_callback(ended)
+        return task
 
     async def _snapshot(self, upto: int) -> None:
         journal = self.machine.journal
         assert isinstance(journal, LocalJournal)
         # Large results lie in the journal alone: it is kept at least as long as they are promised.
         keep_ns = max(int(self.config.keep_log_days * 86400 * NS), self.config.retention_ns)
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ekiden.broker.snapshotter", str(self.folder), str(upto),
-            journal.group.hex(), str(keep_ns), str(limits.KEEP_LOG_BYTES),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, start_new_session=True,
-        )  # fmt: skip
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "ekiden.broker.snapshotter", str(self.folder), str(upto),
+                journal.group.hex(), str(keep_ns), str(limits.KEEP_LOG_BYTES),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:  # no room for another process now: later there may be
+            self.driver.feed(SnapshotTaken(0, str(error)))
+            return
         assert child.stdout is not None
         assert child.stderr is not None
         said, trouble = await asyncio.gather(child.stdout.read(), child.stderr.read())

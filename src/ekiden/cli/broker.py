@@ -80,6 +80,10 @@ def broker(
         float,
         typer.Option("--keep-log", min=0, metavar="DAYS", help="Keep segments after a snapshot."),
     ] = limits.KEEP_LOG_NS / DAY_NS,
+    retention: Annotated[
+        float,
+        typer.Option("--retention", min=0, metavar="DAYS", help="Keep results and ids so long."),
+    ] = limits.RETENTION_NS / DAY_NS,
     client_cap: Annotated[
         int,
         typer.Option(
@@ -136,6 +140,7 @@ def broker(
         snapshot_interval_s=snapshot_interval,
         segment_mb=segment_mb,
         keep_log_days=keep_log,
+        retention_ns=int(retention * DAY_NS),
         client_cap=client_cap,
         results_max=results_max,
         ids_max=ids_max,

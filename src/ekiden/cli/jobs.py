@@ -21,7 +21,8 @@ app = typer.Typer(
 )
 
 PAGE: Final = 1000
-IDS_PER_CHANGE: Final = 10_000
+# Of ids of the longest kind, as many as fit one frame.
+IDS_PER_CHANGE: Final = 5000
 
 COLUMNS: Final = ("id", "state", "name", "#attempt", "worker", "client", "submitted")
 

@@ -425,7 +425,8 @@ def error_of_end(ended: Ended) -> errors.EkidenError:
         )
     if ended.state == CANCELLED:
         return errors.JobCancelled(ended.id, ended.reason or "cancelled")
-    return errors.JobFailed(ended.id, [msgspec.to_builtins(_named(c)) for c in ended.causes])
+    causes = [msgspec.to_builtins(_named(cause)) for cause in ended.causes]
+    return errors.JobFailed(ended.id, causes, ended.reason)
 
 
 def _named(cause: Any) -> dict[str, Any]:

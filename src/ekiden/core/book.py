@@ -605,14 +605,13 @@ class JobBook:
         self._close(settlement)
 
     def _close(self, settlement: Settlement) -> None:
-        if settlement.rows:
-            count = len(settlement.rows)
-            self.settled.append(settlement)
-            self.results_kept += count
-            self.ids_kept += count
-            self.result_bytes += settlement.bytes
-            self._came_in += count
-            self._changes.settlements.append(settlement)
+        count = len(settlement.rows)
+        self.settled.append(settlement)
+        self.results_kept += count
+        self.ids_kept += count
+        self.result_bytes += settlement.bytes
+        self._came_in += count
+        self._changes.settlements.append(settlement)
 
     def _cancel(self, command: c.Cancel) -> None:
         tally = self._tally()
@@ -699,20 +698,18 @@ class JobBook:
     # -------------------------------------------------------------- retention
 
     def _forget(self, row: Row) -> None:
-        """A settled row leaves its settlement."""
+        """A row that ended without a result leaves its settlement."""
         settlement: Settlement = row.place
         settlement.rows.remove(row)
         self.ids_kept -= 1
         if not settlement.faded:
+            size = len(row.body)  # type: ignore[arg-type]
             self.results_kept -= 1
-            if isinstance(row.body, bytes):
-                settlement.bytes -= len(row.body)
-                self.result_bytes -= len(row.body)
+            settlement.bytes -= size
+            self.result_bytes -= size
 
     def _drop(self, row: Row) -> None:
-        shard = self.known[hash(row.id) & _MASK]
-        if shard.get(row.id) is row:
-            del shard[row.id]
+        del self.known[hash(row.id) & _MASK][row.id]
         self.generations.pop(row.id, None)
 
     def _retain(self) -> None:

@@ -383,7 +383,7 @@ class _Reader:
                 self._later(watch, book.watches)
             case GrantPart():
                 self._grant(part)
-            case SettledPart():
+            case _:
                 self._settled(part)
         self.parts += 1
 

@@ -167,8 +167,8 @@ class Scheduler:
         if pool is not None:
             return pool
         if len(self._pools) >= POOLS_MAX:
-            # Who waits in which pool is not forgotten: a plan that looked at all of them again would
-            # never end.
+            # Who waits in which pool is not forgotten: a plan that looked at them all again
+            # would never end.
             self._pools.clear()
         known = self.roster.workers
         names = [route.pin] if route.pin else self.roster.trie.match(route.subject)

@@ -151,7 +151,7 @@ class SimBroker(Process):
 
     def _write_partly(self, append: Append) -> None:
         """The disk's thread was at work: some of its operations came through."""
-        self.disk.die_at = self.disk.operations + self._dice.randint(1, 6)
+        self.disk.die_at = self.disk.operations + self._dice.randint(1, 6 if append.creates else 2)
         try:
             perform(self.disk, append)
         except (Died, StorageFault):

@@ -27,6 +27,7 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
+from ekiden import limits
 from ekiden.config import BrokerConfig
 from ekiden.core import commands
 from ekiden.core.book import JobBook
@@ -36,7 +37,7 @@ from ekiden.core.invariants import check
 from ekiden.core.rows import Grant, Kept, Row, Settlement
 from ekiden.limits import NS
 from ekiden.machine import Frame
-from ekiden.model.jobs import CANCELLED, DONE, EXPIRED, TERMINAL, Route
+from ekiden.model.jobs import CANCELLED, DONE, EXPIRED, FAILED, TERMINAL, Route
 from ekiden.simulation.disk import SimDisk
 from ekiden.simulation.mirror import Mirror
 from ekiden.simulation.network import End, Network, Party, body_of
@@ -56,6 +57,7 @@ _HELLO_WORKER = TYPE_OF[messages.HelloWorker]
 _JOIN = TYPE_OF[messages.Join]
 _CREDIT = TYPE_OF[messages.Credit]
 _BYE = TYPE_OF[messages.Bye]
+_BEAT = TYPE_OF[messages.Beat]
 _FIRST_WORKER_TYPE = TYPE_OF[messages.Assign]
 
 _EXPECTED_REFUSALS = frozenset({"conflict", "disk_full", "queue_full", "unknown_job"})
@@ -91,6 +93,10 @@ class Checkers:
         self._entitled = False
         self._submits: dict[tuple[str, int, int], messages.Submit] = {}
         self._produced: dict[str, dict[bytes, int]] = {}
+        self._begun: dict[tuple[str, int], None] = {}
+        """Attempts of jobs that some executor has begun."""
+        self._announced: set[tuple[int, int]] = set()
+        """Leases that a worker said it runs."""
         self._leases: dict[tuple[int, int], tuple[str, int, str]] = {}
         """(grant, offset) → job, attempt, worker; of all times."""
         self._attempts: dict[str, int] = {}
@@ -100,8 +106,12 @@ class Checkers:
         self._told_ended: dict[str, str] = {}
         self._credit: dict[str, int] = {}
         self._cancels: dict[str, None] = {}
+        self._stopping: dict[str, None] = {}
+        """Jobs whose cancel was committed while they were leased."""
         self._replayed: dict[str, None] = {}
         self._purged: dict[str, None] = {}
+        """Jobs that were forgotten, as they should be."""
+        self._settled_at: dict[str, int] = {}
         self._silences = Silences(universe, config)
         self._places: dict[str, int] = {}
         self._next_place = count()
@@ -136,6 +146,9 @@ class Checkers:
         elif kind == _SUBMIT:
             submit: Any = messages.decode(kind, body_of(raw))
             self._submits[name, sender.incarnation, msg_id] = submit
+        elif kind == _BEAT:
+            beat: Any = messages.decode(kind, body_of(raw))
+            self._announced.update((grant, offset) for grant, offset, _ in beat.running)
         elif kind in (_JOIN, _CREDIT):
             said: Any = messages.decode(kind, body_of(raw))
             self._credit[name] = max(self._credit.get(name, 0), said.credit)
@@ -197,6 +210,8 @@ class Checkers:
                 held = self._done.get(job)
                 if held is None:
                     raise Violation("I2", f"a result of {job} was told, but none is on disk")
+                if job in self._purged:
+                    continue
                 if told[1] != held[1] or (held[0] is not None and held[0] != told[0]):
                     raise Violation("I2", f"{job}: told {told}, on disk {held}")
                 self._check_produced(job, *told)
@@ -245,7 +260,7 @@ class Checkers:
                     for job in command.ids:
                         self._places.setdefault(job, next(self._next_place))
                 case commands.Cancel():
-                    next(tallies)
+                    self._stopping.update(dict.fromkeys(next(tallies).stopping))
                 case commands.Replay():
                     self._replayed.update(dict.fromkeys(next(tallies).changed))
                 case commands.Purge():
@@ -257,17 +272,28 @@ class Checkers:
                 self.universe.count("conflicting content")
         for _ in range(changes.stale):
             self.universe.count("outcome of a ghost")
+        for row in changes.requeued:
+            self._check_burned(row)
         for grant in changes.grants:
             self._granted(grant, entry)
         for settlement in changes.settlements:
             for row in settlement.rows:
                 self._settled(row, settlement)
+        if self._config.retention_ns < limits.RETENTION_NS:
+            self._evict(entry.time)
         self._check_idle(entry, changes)
 
+    def _evict(self, time: int) -> None:
+        """Forget what is past its retention and not known any more."""
+        oldest = time - self._config.retention_ns
+        past = [job for job, ended in self._settled_at.items() if ended <= oldest]
+        self._forget([job for job in past if self.mirror.book.find(job) is None])
+
     def _forget(self, jobs: list[str]) -> None:
-        """What a person had purged is a new job when its id comes again."""
+        """What was purged, or is past its retention, is a new job when its id comes again."""
         for job in jobs:
-            self.universe.count("job purged")
+            self.universe.count("job forgotten")
+            self._settled_at.pop(job, None)
             self._purged[job] = self._replayed[job] = None
             for memory in (self.accepted, self._attempts, self._told_ended, self._places):
                 memory.pop(job, None)
@@ -283,7 +309,7 @@ class Checkers:
                 raise Violation("I5", f"{row.id} was leased twice as attempt {row.attempt}")
             self._attempts[row.id] = row.attempt
             self._check_turn(row, entry)
-            cap = self._config.client_cap
+            cap = self.mirror.book.settings.client_inflight_max
             if cap and row.origin.client.inflight > cap:
                 raise Violation("credit", f"{row.origin.client.id} has more than {cap} in flight")
         allowed = self._credit.get(worker.id, 0)
@@ -306,14 +332,25 @@ class Checkers:
                 raise Violation("I5", f"{row.id} was leased after a job that was accepted later")
             self._line[line] = place
 
+    def _check_burned(self, row: Row) -> None:
+        """Only an attempt that began may count against the job."""
+        for past in row.history or ():
+            if past.burned and (row.id, past.attempt) not in self._begun:
+                raise Violation("I9", f"attempt {past.attempt} of {row.id} burned but never began")
+
     def _settled(self, row: Row, settlement: Settlement) -> None:
-        if row.id in self._done:
+        if self._stopping.pop(row.id, 0) is None and settlement.state != CANCELLED:
+            raise Violation("I2", f"{row.id} was cancelled and ended as {settlement.state}")
+        self._settled_at[row.id] = settlement.time
+        if row.id in self._done and row.id not in self._purged:
             raise Violation("I2", f"{row.id} was done and is settled again as {settlement.state}")
         if settlement.state == DONE:
             output = None if isinstance(row.body, Kept) else row.body
             if output is not None:
                 self._check_produced(row.id, output, row.attempt)
             self._done[row.id] = (output, row.attempt)
+        elif settlement.state == FAILED:
+            self._check_burned(row)
         elif settlement.state == CANCELLED:
             expired = settlement.reason == EXPIRED and self._plans[row.id].terms.expires_at
             if not expired and row.id not in self._cancels:
@@ -365,10 +402,14 @@ class Checkers:
         if sha256(body).digest()[:8] != held:
             raise Violation("I1", f"{worker} was given {job} with a body nobody submitted")
 
-    def began(self, worker: str, job: str, attempt: int) -> None:
+    def began(self, worker: str, job: str, attempt: int, lease: tuple[int, int]) -> None:
         """A run began."""
-        if job in self._done and self._done[job][1] < attempt:
+        done = self._done.get(job)
+        if done is not None and done[1] < attempt and job not in self._purged:
             raise Violation("I2", f"{job} is done and runs again as attempt {attempt}")
+        if attempt > 1 and lease not in self._announced:
+            raise Violation("I9", f"{worker} began attempt {attempt} of {job} unannounced")
+        self._begun[job, attempt] = None
 
     def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
         """A run produced this."""
@@ -382,6 +423,8 @@ class Checkers:
                     raise Violation("I1", f"{client} was told that {job} is accepted; it is not")
             case "done":
                 held = self._done.get(job)
+                if job in self._purged:
+                    return
                 if held is None or (held[0] is not None and held[0] != detail):
                     raise Violation("I2", f"{client} got a result of {job} that is not recorded")
             case "refused":
@@ -461,6 +504,7 @@ class Silences:
     def check_forfeit(self, worker: str) -> None:
         """Its leases are taken away."""
         if self._is_long(worker):
+            self._universe.count("lease expired")
             return
         excuse = self._excused.get(worker)
         if excuse is None or self._universe.now - excuse > _FORFEIT_UNDER_WAY_NS:

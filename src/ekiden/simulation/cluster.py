@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
+from ekiden import limits
 from ekiden.config import BrokerConfig
 from ekiden.limits import NS
 from ekiden.simulation.broker import SimBroker
@@ -15,6 +16,8 @@ from ekiden.simulation.plans import JobPlan
 from ekiden.simulation.processes import Process
 from ekiden.simulation.roles import SimClient, SimWorker
 from ekiden.simulation.world import MS, Universe
+
+CAPS = (0, 0, 0, 2, 5)
 
 
 class Grid:
@@ -81,11 +84,10 @@ class Grid:
     def restart(self, process: Process, delay_ns: int) -> None:
         """Start a dead process after a while, unless somebody else did."""
         life = process.incarnation
-        begin: Callable[[], None] = process.start
 
         def start() -> None:
             if not process.alive and process.incarnation == life:
-                begin()
+                process.start()
 
         self.universe.after(delay_ns, f"restart {process.name}", start)
 
@@ -95,6 +97,8 @@ class Grid:
             return
         self.broker.kill(power=power)
         self.universe.count("broker lost power" if power else "broker killed")
+        if self.dice.random() < 0.2:
+            self.broker.config = replace(self.config, client_cap=self.dice.choice(CAPS))
         delay = self.dice.choice((20 * MS, 300 * MS, 2 * NS, 5 * NS))
         self.restart(self.broker, 50 * MS if self.healed else delay)
 
@@ -105,7 +109,8 @@ def _make_config(dice: Random) -> BrokerConfig:
     return BrokerConfig(
         snapshot_interval_s=dice.choice((0.5, 2.0, 2.0, 7.0)),
         segment_mb=dice.choice((1, 4, 16, 1024)) / 1024,
-        client_cap=dice.choice((0, 0, 0, 2, 5)),
+        client_cap=dice.choice(CAPS),
+        retention_ns=dice.choice((limits.RETENTION_NS,) * 4 + (4 * NS,)),
         results_max=dice.choice((1_000_000, 1_000_000, 1_000_000, 20)),
         waiting_max=dice.choice((1_000_000, 1_000_000, 1_000_000, 40)),
         heartbeat_ns=NS if silence == 4 else 2 * NS,

@@ -108,13 +108,13 @@ def _make_attempts(dice: Random, spec: Spec) -> list[Behaviour]:
         return [*(badly() for _ in range(dice.randint(1, 3))), well()]
     if roll < 0.92:
         return [badly()]
-    if roll < 0.96:
+    if roll < 0.945:
         return [Behaviour(_duration(dice), kills=True), well()]
-    if roll < 0.97:
+    if roll < 0.95:
         return [Behaviour(_duration(dice), kills=True)]
     if spec.timeout_ns:
         return [Behaviour(spec.timeout_ns + 2 * NS), well()]
-    return [Behaviour(dice.randrange(3, 12) * NS)]
+    return [Behaviour(dice.randrange(3, 12) * NS) if dice.random() < 0.5 else well()]
 
 
 def _duration(dice: Random) -> int:

@@ -60,7 +60,7 @@ class Watcher(Protocol):
     def given(self, worker: str, job: str, body: bytes) -> None:
         """A worker was handed a job to run."""
 
-    def began(self, worker: str, job: str, attempt: int) -> None:
+    def began(self, worker: str, job: str, attempt: int, lease: tuple[int, int]) -> None:
         """A run began."""
 
     def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
@@ -119,6 +119,8 @@ class SimWorker(Process):
         self._prefetch = prefetch
         self._queue: deque[_Attempt] = deque()
         self._running: dict[tuple[int, int], _Attempt] = {}
+        self._begun: set[tuple[int, int]] = set()
+        """Attempts that this life has run or runs."""
         self._runs = 0
         self.handlers[Run] = self._run
         self.handlers[Abort] = self._abort
@@ -129,6 +131,7 @@ class SimWorker(Process):
         self.new_life()
         self._queue.clear()
         self._running.clear()
+        self._begun.clear()
         self.begin(
             WorkerMachine(
                 [ADDRESS],
@@ -169,15 +172,19 @@ class SimWorker(Process):
     def _fill(self) -> None:
         while self._queue and len(self._running) < self.slots:
             attempt = self._queue.popleft()
-            if (attempt.grant, attempt.offset) in self._running:
-                raise Violation("I2", f"{self.name} runs {attempt.job} twice at once in one lease")
-            self._running[attempt.grant, attempt.offset] = attempt
+            lease = (attempt.grant, attempt.offset)
+            if lease in self._begun:
+                raise Violation("I2", f"{self.name} runs {attempt.job} twice in one lease")
+            self._begun.add(lease)
+            self._running[lease] = attempt
             self._begin_run(attempt)
 
     def _begin_run(self, attempt: _Attempt) -> None:
         attempt.began = self.clock()
         self._runs += 1
-        self._watcher.began(self.name, attempt.job, attempt.attempt)
+        self._watcher.began(
+            self.name, attempt.job, attempt.attempt, (attempt.grant, attempt.offset)
+        )
         duration = self._plans[attempt.job].behaviour(attempt.attempt).duration_ns * self.slowness
         if duration > STARTED_AFTER_NS:
             news = Started([(attempt.grant, attempt.offset, attempt.began)])

@@ -80,7 +80,6 @@ class Universe:
     def jump_wall(self, by_ns: int) -> None:
         """Somebody set the clock."""
         self._wall_shift += by_ns
-        self.count("wall clock jump")
         self.note(f"wall clock jumps by {by_ns / NS:+.0f} s")
 
     def right_wall(self) -> None:

@@ -78,15 +78,21 @@ class Ledger:
 
     # -------------------------------------------------------------- leases
 
-    def take(self, run: AssignRun, spec: Spec) -> tuple[list[AssignRun], list[AckRun]]:
-        """Lease what is new of `run`: the parts to run, and outcomes to tell again."""
+    def take(
+        self, run: AssignRun, spec: Spec, unsent: Iterable[AckRun] = ()
+    ) -> tuple[list[AssignRun], list[AckRun]]:
+        """Lease what is new of `run`: the parts to run, and outcomes to tell again. What `unsent`
+        speaks of is settled too, and about to be told anyway."""
         grant = self.grants.get(run.grant)
         settled = self._settled.get(run.grant)
+        unsent = [ack for ack in unsent if ack.grant == run.grant]
         offsets = range(run.first, run.first + len(run.ids))
-        if grant is None and settled is None:
+        if grant is None and settled is None and not unsent:
             self._open(run.grant, offsets, spec)
             return [run], []
         known = set() if grant is None else grant.open.intersection(offsets)
+        for ack in unsent:
+            known.update(offsets_of(ack))
         again: list[AckRun] = []
         if settled is not None:
             for told in settled.runs:

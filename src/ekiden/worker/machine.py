@@ -259,7 +259,7 @@ class WorkerMachine:
             text = "this worker cannot read the job's spec: its release may be too old for it"
             self._acks.append(self._ledger.fail(run.grant, offsets, CANNOT_START, text))
             return
-        parts, again = self._ledger.take(run, spec)
+        parts, again = self._ledger.take(run, spec, self._acks)
         self._again += again
         self._moved_at = now
         for part in parts:

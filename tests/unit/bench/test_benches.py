@@ -28,15 +28,11 @@ def test_a_crew_ends_its_children_and_theirs_and_removes_its_folder() -> None:
     )
     with Crew() as crew:
         talker = crew.start_python("talker", "-c", parent, talks=True)
-        grandchild = talker.hear(20.0)["child"]
+        grandchild = psutil.Process(talker.hear(20.0)["child"])
 
     assert not talker.running()
-    assert not psutil.pid_exists(grandchild) or _is_zombie(grandchild)
+    assert psutil.wait_procs([grandchild], timeout=10)[1] == []
     assert not crew.folder.exists()
-
-
-def _is_zombie(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_child_that_dies_is_quoted() -> None:

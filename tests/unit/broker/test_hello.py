@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.broker.house import KEY, House, Said, logs, quiet
 
 from ekiden import limits
 from ekiden.broker.events import Shutdown
@@ -11,7 +12,6 @@ from ekiden.machine import Close, Frame, Garbled, Trust
 from ekiden.wire import messages as m
 from ekiden.wire.frames import FrameReader
 from ekiden.wire.session import Caller
-from tests.unit.broker.house import KEY, House, Said, logs, quiet
 
 HELLO = m.HelloClient(1, "ann", "s1", b"n" * 16)
 

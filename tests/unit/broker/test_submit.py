@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.unit.broker.house import WALL, House, Said, spec_of, submit_of
 
 from ekiden import limits
+from ekiden.broker import intake as intake_module
 from ekiden.journal.journal import Append
 from ekiden.limits import NS
 from ekiden.model import jobs as j
 from ekiden.wire import messages as m
-from tests.unit.broker.house import WALL, House, Said, spec_of, submit_of
 
 
 def test_a_submit_is_appended_and_accepted_only_when_it_is_on_disk() -> None:
@@ -273,7 +274,9 @@ def test_delayed_jobs_are_bounded_too() -> None:
     assert house.machine.book.delayed == 2
 
 
-@pytest.mark.parametrize(("bound", "word"), [("CLIENT_BYTES_MAX", "client"), ("TOTAL_BYTES_MAX", "")])
+@pytest.mark.parametrize(
+    ("bound", "word"), [("CLIENT_BYTES_MAX", "client"), ("TOTAL_BYTES_MAX", "")]
+)
 def test_too_many_bytes_are_refused_until_some_job_ends(
     bound: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,3 +374,80 @@ def test_a_backward_wall_clock_disturbs_nothing() -> None:
     house.later(3)
 
     assert list(w1.assigned()) == ["j1"]
+
+
+# ------------------------------------------------------------------ results
+
+
+def test_results_too_large_for_one_frame_travel_in_several() -> None:
+    house = House()
+    ann, w1 = house.client(), house.worker(slots=8)
+    names = [f"j{n}" for n in range(8)]
+    ann.submit(*names)
+    house.settle()
+    outputs = [b"%d" % n * 120_000 for n in range(8)]
+    note = j.Note(ran_ns=3)
+
+    w1.say(m.Ack([m.AckRun(1, None, outputs, {6: note})]))
+    house.settle()
+
+    runs = [run for message in ann.all(m.Results) for run in message.runs]
+    assert dict(zip((i for r in runs for i in r.ids), (o for r in runs for o in r.outputs),
+                    strict=True)) == dict(zip(names, outputs, strict=True))  # fmt: skip
+    assert [run.ids[n] for run in runs for n in run.notes] == ["j6"]
+
+
+def test_one_settlement_is_told_to_each_session_it_belongs_to() -> None:
+    house = House()
+    ann, bob = house.client("ann"), house.client("bob")
+    ann.submit("a1", "a2")
+    bob.submit("b1")
+    house.settle()
+    house.now += NS
+    ann.submit("a3")
+    house.settle()
+    w1 = house.worker(slots=8)
+    names = list(w1.assigned())
+
+    w1.say(m.Ack([m.AckRun(1, None, [name.encode() for name in names])]))
+    house.settle()
+
+    assert ann.results() == {"a1": b"a1", "a2": b"a2", "a3": b"a3"}
+    assert bob.results() == {"b1": b"b1"}
+
+
+def test_distinct_specs_are_checked_once_each_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake_module, "_SPECS_CHECKED", 3)
+    house = House()
+    ann = house.client()
+    for n in range(10):
+        ann.submit(f"j{n}", subject=f"a.{n}")
+    house.settle()
+
+    assert len(house.machine.intake._checked) <= 3
+    assert house.machine.book.totals.accepted == 10
+
+
+# ------------------------------------------------------------------ deadlines
+
+
+def test_the_next_deadline_is_the_soonest_thing_to_do() -> None:
+    house = House()
+    ann = house.client()
+    house.settle()
+    sweep = house.machine.next_deadline()
+    assert sweep is not None
+    assert house.now < sweep <= house.now + NS // 4
+
+    ann.submit("wall", not_before=WALL + NS // 100)
+    house.settle()
+    assert house.machine.next_deadline() == house.now + NS // 100
+    ann.submit("delay", delay_ns=NS // 1000)
+    house.settle()
+    assert house.machine.next_deadline() == house.now + NS // 1000
+    house.slow = True
+    ann.submit("j1")
+    house.turn()
+    assert house.machine.next_deadline() == sweep  # the disk will say when it is done

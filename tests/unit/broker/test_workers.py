@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.broker.house import House, logs, submit_of
 
 from ekiden import limits
 from ekiden.limits import NS
 from ekiden.machine import Close
 from ekiden.model import jobs as j
 from ekiden.wire import messages as m
-from tests.unit.broker.house import House, logs, submit_of
 
 # ------------------------------------------------------------------ acks
 
@@ -128,8 +128,7 @@ def test_acks_are_confirmed_in_order_and_none_before_all_of_it_is_on_disk(
         house.persist()
         house.turn()
         done = sum(house.state(name) == "done" for name in held)
-        for acked in w1.all(m.Acked):
-            confirmed.append((acked.upto, done))
+        confirmed += [(acked.upto, done) for acked in w1.all(m.Acked)]
 
     assert confirmed[-1] == (third, 4)
     assert all(done >= 3 for upto, done in confirmed if upto in (first, second))
@@ -381,7 +380,9 @@ def test_the_newest_connection_of_a_worker_is_the_one_that_counts() -> None:
     assert list(new.assigned()) == ["j1"]
 
 
-def test_a_restarted_worker_has_lost_its_runs_and_they_are_not_sent_again_as_if_nothing_were() -> None:
+def test_a_restarted_worker_has_lost_its_runs_and_they_are_not_sent_again_as_if_nothing_were() -> (
+    None
+):
     house = House()
     ann, w1, held = running(house, "j1", "j2")
     w1.say(m.Beat([(*held["j1"], 5)]))
@@ -552,7 +553,7 @@ def test_cancelling_what_runs_stops_it_and_ends_when_the_worker_confirms() -> No
 
     answer = ann.ask("cancel", ids=["j1", "nobody"])
     assert answer == {"cancelled": 0, "cancelling": 1, "settled": 0, "unknown": ["nobody"]}
-    assert w1.take(m.Stop) == m.Stop(*held["j1"][:1], [held["j1"][1]], "cancel")
+    assert w1.take(m.Stop) == m.Stop(held["j1"][0], [held["j1"][1]], "cancel")
     assert house.state("j1") == "cancelling"
 
     w1.failed(held["j1"], j.CANCEL_CONFIRMED)
@@ -623,12 +624,16 @@ def test_attached_and_gone_again_leaves_nothing_behind() -> None:
     house.settle()
 
 
+def progress(attempt: tuple[int, int], body: bytes) -> m.Progress:
+    return m.Progress(attempt[0], attempt[1], body)
+
+
 def test_progress_is_passed_on_to_the_session_that_submitted_the_job() -> None:
     house = House()
     ann, w1, held = running(house, "j1")
     bob = house.client("bob")
 
-    w1.say(m.Progress(*held["j1"], b"50 %"))
+    w1.say(progress(held["j1"], b"50 %"))
     w1.say(m.Progress(99, 0, b"of nothing"), m.Progress(held["j1"][0], 7, b"of nothing"))
     house.settle()
 
@@ -636,7 +641,7 @@ def test_progress_is_passed_on_to_the_session_that_submitted_the_job() -> None:
     assert bob.heard == []
     w1.done(held["j1"])
     house.settle()
-    w1.say(m.Progress(*held["j1"], b"late"))
+    w1.say(progress(held["j1"], b"late"))
     house.settle()
     assert ann.all(m.JobProgress) == []
 
@@ -645,7 +650,7 @@ def test_progress_too_large_to_be_passed_on_is_refused() -> None:
     house = House()
     ann, w1, held = running(house, "j1")
 
-    w1.say(m.Progress(*held["j1"], b"x" * (limits.FRAME_BYTES_MAX - 40)))
+    w1.say(progress(held["j1"], b"x" * (limits.FRAME_BYTES_MAX - 40)))
     house.settle()
 
     assert w1.all(m.Refusal)[0].code == "too_large"
@@ -657,7 +662,7 @@ def test_progress_of_a_client_that_is_away_is_dropped() -> None:
     ann, w1, held = running(house, "j1")
     ann.leave()
 
-    w1.say(m.Progress(*held["j1"], b"50 %"))
+    w1.say(progress(held["j1"], b"50 %"))
 
     assert logs(house.settle()) == []
 
@@ -689,7 +694,7 @@ def test_jobs_of_one_grant_with_different_specs_travel_in_runs_that_share_one() 
 
     (message,) = (message for _, message in w1.heard if isinstance(message, m.Assign))
     seen = {tuple(run.ids): (run.client, run.grant) for run in message.runs}
-    assert {ids for ids in seen} == {("a1", "a2"), ("a3",), ("b1",)}
+    assert set(seen) == {("a1", "a2"), ("a3",), ("b1",)}
     assert len({grant for _, grant in seen.values()}) == 1
     assert sorted(w1.assigned().values()) == [(1, n) for n in range(4)]
 
@@ -728,3 +733,85 @@ def test_long_causes_of_many_jobs_travel_in_frames_within_the_limit() -> None:
     house.settle()
 
     assert list(ann.results().values()) == ["failed"] * 200
+
+
+def test_a_worker_without_leases_comes_and_goes_without_a_trace_in_the_journal() -> None:
+    house = House()
+    ann = house.client()
+    polite, silent = house.worker("w1"), house.worker("w2")
+    before = house.machine.journal.committed
+
+    polite.say(m.Bye())
+    silent.leave()
+    for _ in range(4):
+        house.later(4)
+
+    assert ann.ask("workers") == {"workers": []}
+    assert house.machine.journal.committed == before
+
+
+def test_of_two_that_attached_to_a_job_the_one_that_stays_is_told() -> None:
+    house = House()
+    _, w1, held = running(house, "j1")
+    bob, cid = house.client("bob"), house.client("cid")
+    bob.say(m.Attach(["j1"]))
+    cid.say(m.Attach(["j1"]))
+    house.settle()
+
+    bob.leave()
+    w1.done(held["j1"])
+    house.settle()
+
+    assert cid.results() == {"j1": b"out"}
+
+
+def test_a_heartbeat_that_names_a_settled_attempt_is_no_reason_to_do_anything() -> None:
+    house = House()
+    _, w1, held = running(house, "j1", "j2", timeout_ns=1)
+    w1.done(held["j1"])
+    house.settle()
+    w1.heard.clear()
+    before = house.machine.journal.committed
+
+    w1.say(m.Beat([(*held["j1"], 10**9)]))
+    house.settle()
+
+    assert w1.heard == []
+    assert house.machine.journal.committed == before
+
+
+def test_failures_reported_late_do_not_make_a_suspect() -> None:
+    house = House()
+    ids = [f"j{n}" for n in range(limits.QUARANTINE_FAILURES + 1)]
+    ann, w1, held = running(house, *ids)
+    for name in ids[:-1]:
+        w1.done(held[name])
+    house.settle()
+
+    for name in ids[:-1]:
+        w1.failed(held[name], j.EXIT_CODE)
+    effects = house.settle()
+
+    assert "worker.quarantined" not in logs(effects)
+    assert house.state(ids[-1]) == "leased"
+    assert ann.ask("stats")["jobs"]["stale_total"] == limits.QUARANTINE_FAILURES
+
+
+def test_what_a_peer_says_after_goodbye_is_not_heard() -> None:
+    house = House()
+    ann = house.client()
+
+    ann.say(m.Bye(), submit_of("j1"))
+    house.settle()
+
+    assert house.state("j1") == "unknown"
+
+
+def test_words_from_a_connection_nobody_knows_are_dropped() -> None:
+    house = House()
+    ann = house.client()
+    ann.leave()
+    ann.leave()
+    ann.submit("j1")
+
+    assert house.settle() == []

@@ -19,6 +19,7 @@ def grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[testing.Grid]:
     monkeypatch.setattr(desk, "SCAN_ROWS_MAX", 7)
     monkeypatch.setattr(desk, "LIST_MAX", 5)
     monkeypatch.setattr(desk, "CHANGE_MAX", 6)
+    monkeypatch.setattr(desk, "BRIEF_MAX", 6)
     monkeypatch.setattr(jobs, "PAGE", 5)
     monkeypatch.setattr(jobs, "IDS_PER_CHANGE", 6)
     with testing.grid() as grid:
@@ -105,3 +106,15 @@ def test_a_change_must_say_which_jobs() -> None:
         jobs.check_chosen(["j1"], {"run": "r"}, False, "cancel")
     with pytest.raises(WrongUsage):
         jobs.check_chosen(["j1"], {}, True, "cancel")
+
+
+def test_the_longest_ids_fit_the_frames() -> None:
+    with testing.grid() as grid:
+        names = [f"{number:0>128}" for number in range(jobs.IDS_PER_CHANGE + 1)]
+        futures = grid.client.submit_many("nobody", [b""] * len(names), job_ids=names)
+        futures[-1].wait_accepted(30)
+
+        answer = jobs.change(grid.client, "cancel", None, {"live": True})
+        again = jobs.change(grid.client, "cancel", names, {})
+
+    assert (answer["cancelled"], again["settled"]) == (len(names), len(names))

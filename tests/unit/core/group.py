@@ -89,9 +89,7 @@ class Group:
 
     def finish(self, grant: Grant, *offsets: int, output: bytes = b"out", by: str = "") -> Changes:
         outputs = [output] * len(offsets)
-        return self.apply(
-            c.Finish(by or grant.worker.id, grant.number, list(offsets), outputs)
-        )
+        return self.apply(c.Finish(by or grant.worker.id, grant.number, list(offsets), outputs))
 
     def fail(
         self, grant: Grant, *offsets: int, cause: str = j.HANDLER_ERROR, by: str = ""

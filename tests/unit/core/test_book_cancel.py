@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.core.group import WALL, Group, ids_of, settled
 
 from ekiden import limits
 from ekiden.limits import NS
 from ekiden.model import jobs as j
-from tests.unit.core.group import WALL, Group, ids_of, settled
 
 
 def test_what_waits_is_cancelled_at_once_wherever_it_waits() -> None:

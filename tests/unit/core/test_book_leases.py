@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.core.group import Group, ids_of, settled, spec
 
 from ekiden.core import commands as c
 from ekiden.core.queues import Lane
 from ekiden.model import jobs as j
-from tests.unit.core.group import Group, ids_of, settled, spec
 
 # ------------------------------------------------------------------ order
 
@@ -114,7 +114,8 @@ def test_a_finished_job_is_done_with_its_output_and_the_lease_is_gone() -> None:
     assert [group.job(name).body for name in ("j1", "j2")] == [b"r1", b"r2"]
     assert [group.job(name).note for name in ("j1", "j2")] == [None, j.Note(ran_ns=5)]
     assert group.ended("j1") == (j.DONE, "", "w1")
-    assert group.book.grants == group.book.workers == {}
+    assert group.book.grants == {}
+    assert group.book.workers == {}
     assert grant.rows == []
     ann = group.book.clients["ann"]
     assert (ann.live, ann.bytes, ann.inflight) == (0, 0, 0)
@@ -287,7 +288,8 @@ def test_losing_a_worker_without_leases_changes_nothing() -> None:
 
     changes = group.forfeit("w9")
 
-    assert changes.settlements == changes.requeued == []
+    assert changes.settlements == []
+    assert changes.requeued == []
 
 
 def test_a_cancel_nobody_asked_for_gives_the_attempt_back() -> None:

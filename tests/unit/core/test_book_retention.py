@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.core.group import Group, settled
 
 from ekiden import limits
 from ekiden.core import commands as c
 from ekiden.core.rows import Kept
 from ekiden.model import jobs as j
-from tests.unit.core.group import Group, settled
 
 DAY = 24 * 3600.0
 
@@ -135,7 +135,7 @@ def test_large_results_leave_memory_and_say_where_they_lie() -> None:
 
     assert changes.large == {"large": large}
     assert group.job("large").body == Kept(group.book.applied, 1, 1, len(large))
-    assert len(group.job("small").body or b"") == limits.RESULT_BYTES_IN_MEMORY
+    assert group.job("small").body == b"s" * limits.RESULT_BYTES_IN_MEMORY
     assert group.book.result_bytes == limits.RESULT_BYTES_IN_MEMORY + 1
 
 
@@ -166,9 +166,7 @@ def test_settlements_that_replay_or_purge_emptied_do_not_slow_forgetting(emptied
     names = [f"e{n}" for n in range(min(emptied, 4000))]
     group.submit(*names)
     for name in names:
-        group.book.apply(
-            c.Entry(group.book.applied + 1, group.now, group.wall, [c.Cancel([name])])
-        )
+        group.book.apply(c.Entry(group.book.applied + 1, group.now, group.wall, [c.Cancel([name])]))
     group.purge(*names)
     group.now += 1
     run(group, "j1", "j2", "j3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.core.group import Group, ids_of, settled, spec
 
 from ekiden import limits
 from ekiden.core import book as book_module
@@ -10,7 +11,6 @@ from ekiden.core import commands as c
 from ekiden.core.rows import Delay
 from ekiden.limits import NS
 from ekiden.model import jobs as j
-from tests.unit.core.group import Group, ids_of, settled, spec
 
 
 @pytest.mark.parametrize("cause", j.RETRY_ON_DEFAULT)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.unit.core.group import WALL, Group, ids_of, settled, spec, submit_of
 
 from ekiden.core import book as book_module
 from ekiden.core import commands as c
 from ekiden.limits import NS
 from ekiden.model import jobs as j
-from tests.unit.core.group import WALL, Group, ids_of, settled, spec, submit_of
 
 
 def test_an_accepted_job_is_queued_and_counted() -> None:
@@ -38,7 +38,9 @@ def test_the_same_job_again_is_the_same_job_in_whatever_state() -> None:
     (outcome,) = group.submit("q", "l", "d", "f", "c").submits
 
     assert outcome.fresh == 0
-    assert [(n, row.id) for n, row in outcome.repeated] == list(enumerate(["q", "l", "d", "f", "c"]))
+    assert [(n, row.id) for n, row in outcome.repeated] == list(
+        enumerate(["q", "l", "d", "f", "c"])
+    )
     assert group.states("q", "l", "d", "f", "c") == [
         j.LEASED, j.DONE, j.FAILED, j.QUEUED, j.CANCELLED,
     ]  # fmt: skip

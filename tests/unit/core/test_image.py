@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from tests.unit.core.group import WALL, Group, ids_of, spec
 
 from ekiden import limits
 from ekiden.core import commands as c
 from ekiden.core import image
 from ekiden.limits import NS
 from ekiden.model import jobs as j
-from tests.unit.core.group import WALL, Group, ids_of, spec
 
 
 def full_of_everything() -> Group:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from tests.unit.core.group import Group, spec
 
 from ekiden.core import invariants
 from ekiden.core.book import JobBook
 from ekiden.limits import NS
-from tests.unit.core.group import Group, spec
 
 
 def a_book() -> Group:
@@ -54,9 +54,9 @@ BREAKS: dict[str, Callable[[Group], object]] = {
     "parked below the cap": lambda g: setattr(g.book.clients["ann"], "parked", True),
     "a client the book forgot": lambda g: g.book.clients.pop("ann"),
     "a lane in no ring": lambda g: setattr(_lane(g.book), "in_ring", False),
-    "a lane twice in its ring": lambda g: next(
-        iter(_lane(g.book).queue.rings.values())
-    ).append(_lane(g.book)),
+    "a lane twice in its ring": lambda g: next(iter(_lane(g.book).queue.rings.values())).append(
+        _lane(g.book)
+    ),
     "a lane miscounted": lambda g: setattr(_lane(g.book), "ready", 7),
     "a queue miscounted": lambda g: setattr(_lane(g.book).queue, "ready", 7),
     "a queue's leases miscounted": lambda g: setattr(_lane(g.book).queue, "leased", 7),

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from tests.unit.core.group import Group, spec
 
 from ekiden import limits
 from ekiden.core import commands as c
@@ -14,7 +15,6 @@ from ekiden.core import scheduler as scheduler_module
 from ekiden.core.roster import DRAINING, QUARANTINED, READY, SILENT, Roster, RosterWorker
 from ekiden.core.scheduler import ROUND_ROBIN, Scheduler
 from ekiden.model import jobs as j
-from tests.unit.core.group import Group, spec
 
 
 class Shop(Group):
@@ -141,7 +141,9 @@ def test_the_first_policy_whose_pattern_matches_counts() -> None:
     shop = Shop({"a.y": ROUND_ROBIN, "b.>": ROUND_ROBIN})
     shop.join("w1", 100), shop.join("w2", 50)
 
-    shop.queue("j1"), shop.go(), shop.done("w1")
+    shop.queue("j1")
+    shop.go()
+    shop.done("w1")
     shop.queue("j2")
     assert [name for name, _ in shop.go()] == ["w1"]
 
@@ -497,6 +499,52 @@ def test_a_random_shop_never_leaves_a_job_waiting_beside_a_worker_with_room() ->
             if queue.ready:
                 able = shop.scheduler.waiting_on(route, shop.book)
                 assert all(worker.free(shop.book) <= 0 for worker in able), (n, route)
+
+
+def test_a_worker_that_stopped_being_ready_without_a_word_is_passed_over() -> None:
+    shop = Shop()
+    w1, w2 = shop.join("w1"), shop.join("w2")
+    shop.queue("j0", "j1")
+    shop.go()
+    shop.done("w1")
+    shop.done("w2")
+
+    w1.quarantined_until = 5
+    shop.queue("j2")
+    assert shop.go() == [("w2", 1)]
+    w2.conn = None
+    shop.queue("j3")
+    assert shop.go() == []
+
+
+def test_a_worker_whose_load_grew_is_not_chosen_by_what_it_was() -> None:
+    shop = Shop()
+    w1 = shop.join("w1", 8)
+    shop.queue("j0")
+    shop.go()
+    shop.scheduler.freed(w1, shop.book)
+    shop.join("w2", 4)
+    shop.queue("j1")
+    shop.go()
+    for _ in range(3):
+        for worker in shop.roster.workers.values():
+            shop.scheduler.freed(worker, shop.book)
+    shop.queue("j2")
+
+    assert shop.go() == [("w1", 1)]
+    assert shop.held() == {"w1": 2, "w2": 1}
+
+
+def test_a_worker_the_roster_dropped_is_not_chosen_by_an_old_note() -> None:
+    shop = Shop()
+    w1 = shop.join("w1", 8)
+    shop.queue("j0")
+    shop.go()
+    del shop.roster.workers["w1"]
+    shop.scheduler.freed(w1, shop.book)
+    shop.queue("j1")
+
+    assert shop.go() == []
 
 
 # ------------------------------------------------------------------ flat cost

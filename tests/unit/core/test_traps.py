@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tests.unit.core.group import Group, ids_of, settled, spec
+
 from ekiden.core import commands as c
 from ekiden.core import image
 from ekiden.model import jobs as j
-from tests.unit.core.group import Group, ids_of, settled, spec
 
 
 def test_fence_hole_an_open_grant_does_not_own_an_attempt_it_lost() -> None:
