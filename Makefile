@@ -31,7 +31,7 @@ demo: $(READY)  ## start a grid, run real jobs, show their results, stop
 
 check: $(READY)  ## style, types, import rules
 	$(RUN)/ruff check .
-	$(RUN)/ruff format --check --quiet .
+	$(RUN)/ruff format --check --quiet src tests
 	$(RUN)/mypy
 	$(RUN)/lint-imports --no-logo
 

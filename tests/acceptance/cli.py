@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import msgspec
 from tests.acceptance.schemas import Refused
 
+import ekiden
+
 WAIT_S = 30.0
 EKIDEN = [sys.executable, "-m", "ekiden.cli.main"]
 
@@ -61,8 +63,14 @@ class Cli:
         self.up = self.start("up", "--json", "--port", port, "--data", str(self.data), *words)
         ready = read_json(self.up)
         self.address = self.environment["EKIDEN_CONNECT"] = str(ready["address"])
-        until(lambda: self.json("stats")["workers"]["connected"] == 1, "a worker to join")
+        until(lambda: self.look("stats")["workers"]["connected"] == 1, "a worker to join")
         return ready
+
+    def look(self, verb: str, **params: str) -> Any:
+        """Ask the broker without a process of its own: for what is asked again and again."""
+        address = self.environment["EKIDEN_CONNECT"]
+        with ekiden.Client(address, key_file=self.data / "key") as client:
+            return client.ask(verb, **params)
 
     def stop_up(self) -> int:
         assert self.up is not None

@@ -71,7 +71,7 @@ def test_jobs_are_listed_and_cancelled_by_filter(grid: Cli) -> None:
 
 def test_a_running_job_is_stopped_by_cancel(grid: Cli) -> None:
     grid.run("submit", "sleep", "--id", "endless", "--payload", "3600")
-    until(lambda: bool(grid.json("jobs", "show", "endless")["worker"]), "the job to be leased")
+    until(lambda: bool(grid.look("job", id="endless")["worker"]), "the job to be leased")
 
     answer = grid.json("jobs", "cancel", "endless")
 

@@ -6,12 +6,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 from tests.acceptance import schemas as s
-from tests.acceptance.cli import EKIDEN, WAIT_S, Cli
+from tests.acceptance.cli import EKIDEN, WAIT_S, Cli, read_json
 
 
 def test_a_drained_worker_gets_nothing_until_it_is_resumed(grid: Cli) -> None:
@@ -96,6 +97,34 @@ def test_a_damaged_journal_is_reported_with_its_place_and_not_served(own: Cli) -
     assert own.refused("log", "dump", str(own.data)) == "corrupt"
     assert own.refused("broker", "--port", "0", "--data", str(own.data)) == "corrupt"
     assert segment.read_bytes() == bytes(bytes_)
+
+
+def test_a_sync_that_fails_ends_the_broker_and_nothing_unsynced_is_promised(own: Cli) -> None:
+    broken = own.folder / "broken"
+    script = (
+        "import errno, os, sys; from ekiden.cli.main import main; sync = os.fdatasync\n"
+        "def failing(fd):\n"
+        f"    if os.path.exists({str(broken)!r}): raise OSError(errno.EIO, 'input/output error')\n"
+        "    sync(fd)\n"
+        "os.fdatasync = failing\n"
+        f"sys.exit(main(['broker', '--port', '0', '--data', {str(own.data)!r}, '--json']))"
+    )
+    broker = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=own.environment,
+    )  # fmt: skip
+    own.environment["EKIDEN_CONNECT"] = str(read_json(broker)["address"])
+    own.typed(s.Accepted, "submit", "echo", "--id", "before")
+    broken.touch()
+    submitting = own.start("submit", "echo", "--id", "after")
+    _, err = broker.communicate(timeout=WAIT_S)
+    submitting.kill()
+    out, _ = submitting.communicate()
+
+    assert (broker.returncode, out) == (4, "")
+    assert json.loads(err.splitlines()[-1])["error"]["code"] == "storage"
+    own.start_up("--slots", "1")
+    assert own.run("wait", "before").code == 0
 
 
 def test_events_can_be_picked_from_the_journal(grid: Cli) -> None:

@@ -157,7 +157,7 @@ def test_broker_and_worker_apart_and_the_alias_leader(own: Cli) -> None:
             worker.terminate()
             worker.communicate(timeout=WAIT_S)
         assert worker.returncode == 0
-        until(lambda: not own.json("stats")["workers"]["connected"], "the worker to leave")
+        until(lambda: not own.look("stats")["workers"]["connected"], "the worker to leave")
     finally:
         broker.terminate()
         broker.communicate(timeout=WAIT_S)
@@ -182,16 +182,20 @@ def test_up_says_how_to_connect(own: Cli) -> None:
 
 
 def test_a_second_ctrl_c_does_not_wait_for_running_jobs(own: Cli) -> None:
-    own.start_up("--slots", "1")
+    own.up = own.start("up", "--port", "0", "--data", str(own.data), "--slots", "1")
+    assert own.up.stdout is not None
+    assert own.up.stderr is not None
+    own.environment["EKIDEN_CONNECT"] = own.up.stdout.readline().split()[4].rstrip(":")
     own.run("submit", "sleep", "--id", "long", "--payload", "3600")
-    until(lambda: own.json("workers", "list")["workers"][0]["running"] == 1, "the job to run")
-    assert own.up is not None
-    own.up.send_signal(signal.SIGINT)
-    own.up.send_signal(signal.SIGINT)
-    own.up.communicate(timeout=WAIT_S)
-    code, own.up = own.up.returncode, None
+    until(lambda: own.look("workers")["workers"][0]["running"] == 1, "the job to run")
 
-    assert code == 0
+    own.up.send_signal(signal.SIGINT)
+    assert "Ctrl-C again" in own.up.stderr.readline()
+    own.up.send_signal(signal.SIGINT)
+    # Sooner than the ten seconds after which a worker would insist by itself.
+    own.up.communicate(timeout=8)
+
+    assert own.up.returncode == 0
     own.start_up("--slots", "1")
     assert own.typed(s.Shown, "jobs", "show", "long").state in ("leased", "queued", "running")
 
@@ -201,7 +205,7 @@ def test_a_waiting_command_outlives_a_restart_of_the_broker(own: Cli) -> None:
     port = own.address.rpartition(":")[2]
     own.run("submit", "nobody", "--id", "survivor")
     waiting = own.start("wait", "survivor", "--json")
-    until(lambda: own.typed(s.Stats, "stats").clients == 2, "the waiting client to connect")
+    until(lambda: own.look("stats")["clients"] == 2, "the waiting client to connect")
     assert own.up is not None
     own.up.kill()
     own.up.communicate()

@@ -148,7 +148,7 @@ def test_a_higher_priority_goes_first(own: Cli) -> None:
 def test_ctrl_c_while_waiting_leaves_the_job_alone(grid: Cli) -> None:
     grid.run("submit", "echo", "--id", "left", "--delay", "3600")
     waiting = grid.start("wait", "left")
-    until(lambda: grid.typed(s.Stats, "stats").clients == 2, "the waiting client to connect")
+    until(lambda: grid.look("stats")["clients"] == 2, "the waiting client to connect")
     waiting.send_signal(signal.SIGINT)
     out, err = waiting.communicate(timeout=WAIT_S)
 

@@ -130,7 +130,7 @@ class Site:
             "EKIDEN_STATE": str(folder / "state"),
             "NO_COLOR": "1",
         }
-        self.broker: Child | None = None
+        self._broker: Child | None = None
         self._children: list[Child] = []
         self._clients: list[ekiden.Client] = []
 
@@ -142,12 +142,20 @@ class Site:
 
     # -------------------------------------------------------------- processes
 
+    @property
+    def broker(self) -> Child:
+        """The one that was started last."""
+        assert self._broker is not None, "no broker was started"
+        return self._broker
+
     def start(self, command: list[str], log: str) -> Child:
         child = Child(command, self.environment, self.folder / f"{log}.log")
         self._children.append(child)
         return child
 
-    def start_broker(self, *flags: str, prefix: tuple[str, ...] = (), **config: Any) -> Child:
+    def start_broker(
+        self, *flags: str, prefix: tuple[str, ...] = (), config: dict[str, Any] | None = None
+    ) -> Child:
         """`ekiden broker` on the address it had before, or a new one; returns when it serves.
 
         With `config`, fields of BrokerConfig that have no flag are set.
@@ -159,10 +167,10 @@ class Site:
             command = [*BROKER_WITH, json.dumps(fields)]
         else:
             command = [*EKIDEN, "broker", *place, *flags]
-        self.broker = self.start([*prefix, *command], "broker")
-        self.address = self.broker.first_line()["address"]
+        self._broker = broker = self.start([*prefix, *command], "broker")
+        self.address = broker.first_line()["address"]
         self.environment["EKIDEN_CONNECT"] = self.address
-        return self.broker
+        return broker
 
     def start_worker(
         self, worker_id: str = "w1", *flags: str, slots: int = 2, handlers: str = HANDLERS
@@ -185,11 +193,11 @@ class Site:
         self._clients.append(client)
         return client
 
-    def run(self, *words: str, stdin: bytes = b"", **environment: str) -> Outcome:
+    def run(self, *words: str, **environment: str) -> Outcome:
         """One command line, to its end."""
         done = subprocess.run(
             [*EKIDEN, *words],
-            input=stdin,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             env={**self.environment, **environment},
             timeout=WAIT_S * 2,

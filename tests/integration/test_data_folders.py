@@ -223,7 +223,7 @@ def ballast(broker: Child, folder: Path) -> Iterator[None]:
 def test_on_a_full_disk_new_jobs_are_refused_and_running_ones_settle(site: Site) -> None:
     site.data.mkdir(mode=0o700)
     prefix = ("unshare", "-rm", "sh", "-c", SMALL_DISK, str(site.data))
-    broker = site.start_broker(prefix=prefix, disk_headroom=6 * MB)
+    broker = site.start_broker(prefix=prefix, config={"disk_headroom": 6 * MB})
     inside = Path(f"/proc/{broker.pid}/root") / str(site.data).lstrip("/")
     client = site.client(key_file=inside / "key")
     site.environment["EKIDEN_KEY_FILE"] = str(inside / "key")

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from tests.integration.processes import Child, Site, until, wait_workers
@@ -173,20 +174,30 @@ def test_no_accepted_job_is_lost_when_the_broker_is_killed_again_and_again(site:
     check_end(site, client, count)
 
 
+def done_jobs(client: ekiden.Client) -> int:
+    count: int = client.stats()["jobs"]["done"]
+    return count
+
+
+def more_done(client: ekiden.Client, count: int) -> bool:
+    return done_jobs(client) >= count
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120 + KILLS * 10)
 def test_no_accepted_job_is_lost_when_the_worker_is_killed_again_and_again(site: Site) -> None:
     site.start_broker()
     client = site.client()
-    worker = site.start_worker()
     ids = [f"job-{n}" for n in range(JOBS)]
     futures = client.submit_many("sha256", map(payload_of, range(len(ids))), job_ids=ids)
+    futures[-1].wait_accepted(60)
+    worker = site.start_worker()
 
     leased = []
     for _ in range(KILLS):
         # Each worker gets to bring some results, and is killed while it holds many more jobs.
-        point = client.stats()["jobs"]["done"] + 200
-        until(lambda at=point: client.stats()["jobs"]["done"] >= at, f"{point} results", 60)
+        before = done_jobs(client)
+        until(partial(more_done, client, before + 200), f"{before + 200} results", 60)
         os.kill(worker.pid, signal.SIGKILL)
         leased.append(client.stats()["jobs"]["leased"])
         worker.wait()

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.processes import EKIDEN, Site, until, wait_workers
+from tests.integration.processes import EKIDEN, Child, Site, until, wait_workers
 
 import ekiden
 from ekiden import errors
@@ -161,9 +162,8 @@ def test_a_running_job_is_cancelled_and_its_slot_is_free_again(
 ) -> None:
     gates = [Gate(tmp_path / f"gate-{n}") for n in range(4)]
     futures = [client.submit(name, payload=str(gate.path)) for gate in gates]
-    for gate in gates:
-        gate.path.with_suffix(".began")
-        until(lambda g=gate: g.path.with_suffix(".began").exists(), "all slots to be busy")
+    marks = [gate.path.with_suffix(".began") for gate in gates]
+    until(lambda: all(mark.exists() for mark in marks), "all slots to be busy")
 
     assert all(future.cancel(20) for future in futures)
 
@@ -226,6 +226,25 @@ def test_a_client_with_few_jobs_does_not_wait_for_one_with_many(site: Site) -> N
 
     assert sum(future.done() for future in many) < len(many) // 2
     many[-1].result(60)
+
+
+def test_a_client_at_its_cap_leaves_room_for_others_on_the_same_subject(
+    site: Site, gate: Gate
+) -> None:
+    site.start_broker("--client-cap", "2")
+    greedy, modest = site.client("greedy"), site.client("modest")
+    many = greedy.submit_many("gate", [str(gate.path)] * 10)
+    many[-1].wait_accepted(20)
+    one = modest.submit("gate", payload=str(gate.path))
+    one.wait_accepted(20)
+
+    site.start_worker(slots=8)
+    gate.wait_runs(3)
+
+    until(lambda: one.job_id in {run.split()[0] for run in gate.runs}, "the modest one to run")
+    assert len(gate.runs) == 3
+    gate.open()
+    assert {future.result(30).output for future in [*many, one]} == {b"gate"}
 
 
 # ------------------------------------------------------------------ several processes
@@ -343,7 +362,7 @@ def test_a_worker_told_to_stop_finishes_what_has_begun_and_gives_back_the_rest(
 
 
 def test_the_jobs_of_a_lost_worker_are_run_by_another(site: Site, gate: Gate) -> None:
-    site.start_broker(**QUICK)
+    site.start_broker(config=QUICK)
     client = site.client()
     first = site.start_worker("w1")
     wait_workers(client)
@@ -363,7 +382,7 @@ def test_the_jobs_of_a_lost_worker_are_run_by_another(site: Site, gate: Gate) ->
 
 
 def test_a_worker_that_was_asleep_past_its_lease_settles_nothing(site: Site, gate: Gate) -> None:
-    site.start_broker(**QUICK)
+    site.start_broker(config=QUICK)
     client = site.client()
     sleeper = site.start_worker("sleeper")
     wait_workers(client)
@@ -388,16 +407,20 @@ def test_a_worker_that_was_asleep_past_its_lease_settles_nothing(site: Site, gat
     assert pinned.result(20).output == b"awake"
 
 
+def one_died(worker: Child, job: ekiden.JobFuture) -> bool:
+    return not worker.alive or job.done()
+
+
 def test_a_job_that_kills_its_workers_is_found_out_and_harms_no_other(site: Site) -> None:
-    site.start_broker(**QUICK)
+    site.start_broker(config=QUICK)
     client = site.client()
     poison = client.submit("die", max_attempts=100)
 
     deaths = 0
     while not poison.done() and deaths < 10:
-        worker = site.start_worker(f"victim-{deaths}")
-        until(lambda w=worker: not w.alive or poison.done(), "the worker to die, or the job")
-        deaths += not worker.alive
+        victim = site.start_worker(f"victim-{deaths}")
+        until(partial(one_died, victim, poison), "the worker to die, or the job to fail")
+        deaths += not victim.alive
 
     with pytest.raises(errors.JobFailed) as failure:
         poison.result(20)

@@ -119,6 +119,7 @@ def test_a_cut_journal_goes_on_where_it_was_cut(files: dict[str, bytes], short: 
     before = journal.committed
     journal.propose(encode_payload(opened.machine.book.time, 0, [Tick()]))
     append = journal.advance(0).append
+    assert append is not None
     perform(storage, append)
     journal.persisted(append.upto)
 

@@ -455,8 +455,12 @@ class NaiveBook:
         tally: tuple[list[str], ...] = ([], [], [], [])
         for job_id in command.ids:
             job = self.ended_without_result(job_id, tally)
-            if job is not None:
-                assert job.group is not None
+            if job is None:
+                continue
+            assert job.group is not None
+            if job.group in self.told.groups:
+                tally[2].append(job_id)  # nobody has been told of its end yet
+            else:
                 job.group.jobs.remove(job)
                 del self.jobs[job_id]
                 tally[0].append(job_id)

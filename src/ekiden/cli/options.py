@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
+from ekiden.cli import output
 from ekiden.errors import WrongUsage
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ def confirm(question: str) -> None:
         raise WrongUsage(
             "this changes many jobs and there is nobody to ask", remedy="add --yes if you mean it"
         )
-    typer.confirm(question, abort=True, err=True)
+    if not typer.confirm(question, err=True):
+        output.say("nothing was changed")
+        raise typer.Abort
 
 
 def read_payload(text: str) -> bytes:

@@ -681,7 +681,11 @@ class JobBook:
         tally = self._tally()
         for job_id in command.ids:
             row = self._ended(job_id, tally)
-            if row is not None:
+            if row is None:
+                continue
+            if row.place in self._changes.settlements:
+                tally.settled.append(job_id)  # it ended in this very entry: who waits is yet to hear
+            else:
                 self._forget(row)
                 self._drop(row)  # its place still says how it ended, to who is owed that news
                 tally.changed.append(job_id)

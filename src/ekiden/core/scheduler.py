@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from collections import OrderedDict
 from typing import Final
 
 from ekiden import limits
@@ -37,7 +38,7 @@ class Pool:
         self.workers = workers
         self.heap: list[tuple[int, int, int, str, int]] = []
         self.pushed: dict[str, int] = {}
-        self.parked: dict[Route, None] = {}
+        self.parked: OrderedDict[Route, None] = OrderedDict()
 
     def push(self, worker: RosterWorker, book: JobBook) -> None:
         """Enter the worker with its present load; an older entry is superseded."""
@@ -76,10 +77,12 @@ class Scheduler:
     def __init__(self, roster: Roster, policies: dict[str, str] | None = None) -> None:
         self.roster = roster
         self.policies = policies or {}
-        self._ring: dict[Route, None] = {}
+        self._ring: OrderedDict[Route, None] = OrderedDict()
         self._pools: dict[Route, Pool] = {}
         self._by_workers: dict[tuple[str, ...], Pool] = {}
         self._of_worker: dict[str, list[Pool]] = {}
+        self._roomy: dict[Pool, None] = {}
+        """Pools with parked routes in which some worker has room again."""
         self._planned: dict[RosterWorker, int] = {}
         """Workers in the last plan → what they held before it."""
         self._version = -1
@@ -98,8 +101,7 @@ class Scheduler:
         for pool in self._of_worker.get(worker.id, ()):
             pool.push(worker, book)
             if pool.parked and worker.free(book) > 0:
-                self._ring.update(pool.parked)
-                pool.parked.clear()
+                self._roomy[pool] = None
 
     def plan(self, book: JobBook, incoming: dict[Route, int]) -> list[Assign]:
         """Grants for this entry, and `planned` counted on the workers that get them."""
@@ -108,9 +110,10 @@ class Scheduler:
         plans: list[Assign] = []
         taken: dict[Route, int] = {}
         ring = self._ring
-        while ring:
-            route = next(iter(ring))
-            del ring[route]
+        looks = {pool: len(pool.parked) for pool in self._roomy}
+        self._roomy.clear()
+        while ring or self._draw(looks, book):
+            route, _ = ring.popitem(last=False)
             queue = book.queues.get(route)
             ready = queue.ready if queue is not None else 0
             available = ready + incoming.get(route, 0) - taken.get(route, 0)
@@ -134,6 +137,20 @@ class Scheduler:
             if available > count:
                 ring[route] = None
         return plans
+
+    def _draw(self, looks: dict[Pool, int], book: JobBook) -> bool:
+        """Let as many parked routes back into the ring as there are workers with room: not all of
+        them, because ten thousand may wait for the one slot that became free. Each is looked at
+        once in a plan, since room may be there and still not be for it."""
+        for pool in list(looks):
+            if looks[pool] and pool.best(book, self.roster) is not None:
+                count = min(looks[pool], len(pool.pushed))
+                looks[pool] -= count
+                for _ in range(count):
+                    self._ring[pool.parked.popitem(last=False)[0]] = None
+                return True
+            del looks[pool]
+        return False
 
     def forget_plans(self, book: JobBook) -> None:
         """The last plan is in the book now, or was withdrawn."""
@@ -161,6 +178,7 @@ class Scheduler:
         self._pools.clear()
         self._by_workers.clear()
         self._of_worker.clear()
+        self._roomy.clear()
 
     def _pool(self, route: Route, book: JobBook) -> Pool:
         pool = self._pools.get(route)

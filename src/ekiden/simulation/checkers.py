@@ -57,7 +57,6 @@ _HELLO_WORKER = TYPE_OF[messages.HelloWorker]
 _JOIN = TYPE_OF[messages.Join]
 _CREDIT = TYPE_OF[messages.Credit]
 _BYE = TYPE_OF[messages.Bye]
-_BEAT = TYPE_OF[messages.Beat]
 _FIRST_WORKER_TYPE = TYPE_OF[messages.Assign]
 
 _EXPECTED_REFUSALS = frozenset({"conflict", "disk_full", "queue_full", "unknown_job"})
@@ -95,8 +94,6 @@ class Checkers:
         self._produced: dict[str, dict[bytes, int]] = {}
         self._begun: dict[tuple[str, int], None] = {}
         """Attempts of jobs that some executor has begun."""
-        self._announced: set[tuple[int, int]] = set()
-        """Leases that a worker said it runs."""
         self._leases: dict[tuple[int, int], tuple[str, int, str]] = {}
         """(grant, offset) → job, attempt, worker; of all times."""
         self._attempts: dict[str, int] = {}
@@ -146,9 +143,6 @@ class Checkers:
         elif kind == _SUBMIT:
             submit: Any = messages.decode(kind, body_of(raw))
             self._submits[name, sender.incarnation, msg_id] = submit
-        elif kind == _BEAT:
-            beat: Any = messages.decode(kind, body_of(raw))
-            self._announced.update((grant, offset) for grant, offset, _ in beat.running)
         elif kind in (_JOIN, _CREDIT):
             said: Any = messages.decode(kind, body_of(raw))
             self._credit[name] = max(self._credit.get(name, 0), said.credit)
@@ -402,13 +396,11 @@ class Checkers:
         if sha256(body).digest()[:8] != held:
             raise Violation("I1", f"{worker} was given {job} with a body nobody submitted")
 
-    def began(self, worker: str, job: str, attempt: int, lease: tuple[int, int]) -> None:
+    def began(self, worker: str, job: str, attempt: int) -> None:
         """A run began."""
         done = self._done.get(job)
         if done is not None and done[1] < attempt and job not in self._purged:
             raise Violation("I2", f"{job} is done and runs again as attempt {attempt}")
-        if attempt > 1 and lease not in self._announced:
-            raise Violation("I9", f"{worker} began attempt {attempt} of {job} unannounced")
         self._begun[job, attempt] = None
 
     def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:

@@ -218,6 +218,7 @@ class Faults:
         """A bit of the newest snapshot is lost; the one before it, and the log, must do."""
         snapshots = [n for n in self.grid.disk.copy_seen() if n.endswith(".snap")]
         if len(snapshots) > 1:
+            self.universe.count("newest snapshot damaged")
             self.grid.disk.rot(max(snapshots))
             self.grid.kill_broker(power=False)
 

@@ -29,10 +29,12 @@ from ekiden.client.contract import (
 )
 from ekiden.client.machine import ClientMachine
 from ekiden.errors import Closed, Refusal
-from ekiden.simulation.network import Network
+from ekiden.machine import Send
+from ekiden.simulation.network import Network, body_of, frames_of
 from ekiden.simulation.plans import JobPlan
 from ekiden.simulation.processes import ADDRESS, KEY, Process
 from ekiden.simulation.world import MS, Event, Universe, Violation
+from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
 from ekiden.wire.messages import Ack, AckRun, Failure
 from ekiden.worker.machine import (
@@ -53,6 +55,8 @@ STARTED_AFTER_NS = 20 * MS
 # How long a program waits after a refusal that said "later".
 RETRY_NS = 2000 * MS
 
+_BEAT = messages.TYPE_OF[messages.Beat]
+
 
 class Watcher(Protocol):
     """Who wants to know what workers and clients see."""
@@ -60,7 +64,7 @@ class Watcher(Protocol):
     def given(self, worker: str, job: str, body: bytes) -> None:
         """A worker was handed a job to run."""
 
-    def began(self, worker: str, job: str, attempt: int, lease: tuple[int, int]) -> None:
+    def began(self, worker: str, job: str, attempt: int) -> None:
         """A run began."""
 
     def ran(self, worker: str, job: str, attempt: int, output: bytes) -> None:
@@ -121,6 +125,8 @@ class SimWorker(Process):
         self._running: dict[tuple[int, int], _Attempt] = {}
         self._begun: set[tuple[int, int]] = set()
         """Attempts that this life has run or runs."""
+        self._announced: set[tuple[int, int]] = set()
+        """Attempts that this life has told a broker it runs, whether or not it was heard."""
         self._runs = 0
         self.handlers[Run] = self._run
         self.handlers[Abort] = self._abort
@@ -132,6 +138,7 @@ class SimWorker(Process):
         self._queue.clear()
         self._running.clear()
         self._begun.clear()
+        self._announced.clear()
         self.begin(
             WorkerMachine(
                 [ADDRESS],
@@ -159,6 +166,13 @@ class SimWorker(Process):
         """Tell it to finish what it has begun and leave."""
         self.post(Drain("restarted by a person"))
 
+    def _send(self, effect: Send) -> None:
+        for kind, _, raw in frames_of(effect.data):
+            if kind == _BEAT:
+                beat: Any = messages.decode(kind, body_of(raw))
+                self._announced.update((grant, offset) for grant, offset, _ in beat.running)
+        super()._send(effect)
+
     # -------------------------------------------------------------- the executor
 
     def _run(self, effect: Run) -> None:
@@ -175,6 +189,8 @@ class SimWorker(Process):
             lease = (attempt.grant, attempt.offset)
             if lease in self._begun:
                 raise Violation("I2", f"{self.name} runs {attempt.job} twice in one lease")
+            if attempt.attempt > 1 and lease not in self._announced:
+                raise Violation("I9", f"{self.name} begins {attempt.job} again without a word")
             self._begun.add(lease)
             self._running[lease] = attempt
             self._begin_run(attempt)
@@ -182,9 +198,7 @@ class SimWorker(Process):
     def _begin_run(self, attempt: _Attempt) -> None:
         attempt.began = self.clock()
         self._runs += 1
-        self._watcher.began(
-            self.name, attempt.job, attempt.attempt, (attempt.grant, attempt.offset)
-        )
+        self._watcher.began(self.name, attempt.job, attempt.attempt)
         duration = self._plans[attempt.job].behaviour(attempt.attempt).duration_ns * self.slowness
         if duration > STARTED_AFTER_NS:
             news = Started([(attempt.grant, attempt.offset, attempt.began)])

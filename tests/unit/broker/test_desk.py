@@ -497,3 +497,21 @@ def test_who_asked_for_a_change_and_left_is_not_waited_for() -> None:
     house.settle()
 
     assert house.state("queued") == "cancelled"
+
+
+def test_a_job_cancelled_and_purged_in_one_breath_is_told_as_cancelled_first() -> None:
+    house = House()
+    ann, bob = house.client("ann"), house.client("bob")
+    ann.submit("j1")
+    house.settle()
+    ann.heard.clear()
+
+    bob.say(m.Ask("cancel", {"ids": ["j1"]}), m.Ask("purge", {"ids": ["j1"]}))
+    house.settle()
+
+    assert ann.results() == {"j1": "cancelled"}
+    assert [answer.body for answer in bob.all(m.Answer)] == [
+        {"cancelled": 1, "cancelling": 0, "settled": 0, "unknown": []},
+        {"purged": 0, "skipped": 1, "unknown": []},
+    ]
+    assert bob.ask("purge", ids=["j1"])["purged"] == 1

@@ -252,3 +252,27 @@ def test_a_subscriber_that_is_leaving_gets_nothing_more(monkeypatch: pytest.Monk
     house.settle()
 
     assert ann.heard == []
+
+
+def test_a_result_forgotten_before_a_slow_client_could_read_it_is_told_as_gone() -> None:
+    house = House(results_max=1, ids_max=1)
+    ann, bob, w1 = house.client("ann"), house.client("bob"), house.worker()
+    ann.submit("j1")
+    house.settle()
+    ann.heard.clear()
+    house.machine.receive(Congested(ann.conn), house.now)
+    w1.done(w1.assigned()["j1"])
+    house.settle()
+    for n in range(5):
+        house.now += 1
+        bob.submit(f"b{n}")
+        house.settle()
+        w1.done(w1.assigned()[f"b{n}"])
+        house.settle()
+    assert house.state("j1") == "unknown"
+
+    house.machine.receive(Relieved(ann.conn), house.now)
+    house.settle()
+
+    (ended,) = ann.take(m.Results).ended
+    assert (ended.id, ended.state, ended.reason) == ("j1", "done", "result_gone")

@@ -263,13 +263,14 @@ def test_cancelled_and_expired_jobs_may_be_replayed_and_expire_no_more() -> None
     group = Group()
     group.submit("j1")
     group.submit("j2", expires_at=group.wall + 5)
-    group.cancel("j1")
+    group.submit("j3", expires_at=group.wall + 50)
+    group.cancel("j1", "j3")
     group.clock(group.wall + 5)
 
-    group.replay("j1", "j2")
+    group.replay("j1", "j2", "j3")
     group.clock(group.wall + 100)
 
-    assert group.states("j1", "j2") == [j.QUEUED, j.QUEUED]
+    assert group.states("j1", "j2", "j3") == [j.QUEUED] * 3
 
 
 def test_replay_tells_apart_what_it_did_not_replay() -> None:

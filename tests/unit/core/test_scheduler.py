@@ -560,6 +560,39 @@ class Counted(RosterWorker):
         return super().free(book)
 
 
+class Watched(Scheduler):
+    """Counts the routes it looks at."""
+
+    looks = 0
+
+    def _choose(self, *args: Any) -> Any:
+        self.looks += 1
+        return super()._choose(*args)
+
+
+@pytest.mark.parametrize("routes", [10, 2000])
+@pytest.mark.parametrize("key", ["", "k"])
+def test_a_slot_that_becomes_free_is_offered_to_a_few_however_many_wait(
+    routes: int, key: str
+) -> None:
+    shop = Shop()
+    shop.scheduler = watched = Watched(shop.roster)
+    shop.join("w1", 2)
+    for n in range(routes):
+        shop.queue(f"j{n}", of=spec(f"a.{n}", key=key and f"{key}{n}"))
+    shop.go()
+
+    watched.looks = 0
+    served = []
+    for _ in range(8):
+        shop.done("w1")
+        shop.go()
+        served += [row.id for grant in shop.book.grants.values() for _, row in grant.owned()]
+
+    assert watched.looks <= 8 * 4
+    assert {"j2", "j3", "j9"} <= set(served)  # each in its turn
+
+
 @pytest.mark.parametrize("workers", [10, 1000])
 def test_an_assign_looks_at_a_few_workers_however_many_there_are(workers: int) -> None:
     shop = Shop()

@@ -57,6 +57,22 @@ def test_snapshot_drift_an_id_evicted_and_submitted_again_keeps_its_dedup() -> N
         assert each.states("j1") == [j.QUEUED]
 
 
+def test_snapshot_drift_an_id_that_outlived_its_result_is_still_known_after_a_load() -> None:
+    group = Group(results_max=1)
+    for name in ("j1", "j2", "j3"):
+        group.submit(name)
+        group.finish(group.assign(), 0)
+        group.now += 1
+    group.later(0)
+    assert group.job("j1").place.faded
+
+    loaded = group.reload()
+
+    (outcome,) = loaded.submit("j1").submits
+    assert [row.id for _, row in outcome.repeated] == ["j1"]
+    assert loaded.state("j1") == j.DONE
+
+
 def test_snapshot_drift_eviction_of_an_old_job_does_not_forget_its_namesake() -> None:
     group = Group(max_attempts=1, results_max=1, ids_max=1)
     group.submit("j1")
