@@ -36,6 +36,10 @@ LINGER_BYTES_MAX: Final = 4 << 20
 # Out of file descriptors: wait this long before accepting again, instead of spinning.
 ACCEPT_PAUSE_NS: Final = 1 * NS
 
+# What the jobs of a submit share, encoded. It is repeated in every assign, so it must leave room
+# for a payload of the largest size in the same frame.
+SPEC_BYTES_MAX: Final = 64 << 10
+
 # Jobs in one Submit or one Assign. Batches beyond this gain nothing measurable and make turns long.
 BATCH_JOBS_MAX: Final = 4096
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from tests.acceptance.schemas import Refused
+from tests.acceptance.schemas import Ready, Refused
 
 import ekiden
 
@@ -62,6 +62,7 @@ class Cli:
         """`ekiden up`, until it says that it is ready and its worker has joined."""
         self.up = self.start("up", "--json", "--port", port, "--data", str(self.data), *words)
         ready = read_json(self.up)
+        msgspec.convert(ready, Ready)
         self.address = self.environment["EKIDEN_CONNECT"] = str(ready["address"])
         until(lambda: self.look("stats")["workers"]["connected"] == 1, "a worker to join")
         return ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.acceptance import schemas as s
 from tests.acceptance.cli import Cli, until
@@ -56,7 +57,8 @@ def test_jobs_are_listed_and_cancelled_by_filter(grid: Cli) -> None:
     grid.run("submit", "echo", *words)
     listing = ("jobs", "list", "--run", "pages")
 
-    first = {job["id"] for job in grid.json_lines(*listing, "--limit", "2")}
+    lines = grid.run(*listing, "--limit", "2", "--json").out.splitlines()
+    first = {msgspec.json.decode(line, type=s.Listed).id for line in lines}
     every = {job["id"] for job in grid.json_lines(*listing, "--all")}
     assert every == {f"paged-{number}" for number in range(1, 6)}
     assert len(first) == 2

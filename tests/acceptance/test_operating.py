@@ -49,9 +49,9 @@ def test_a_published_message_reaches_a_subscriber(grid: Cli) -> None:
     assert grid.run("pub", "prices.eu.closed", "-", stdin=b"\xff").code == 0
 
     out, _ = listener.communicate(timeout=WAIT_S)
-    assert [json.loads(line) for line in out.splitlines()] == [
-        {"subject": "prices.renewed", "payload": "today"},
-        {"subject": "prices.eu.closed", "payload": {"base64": "/w=="}},
+    assert [msgspec.json.decode(line, type=s.Message) for line in out.splitlines()] == [
+        s.Message("prices.renewed", "today"),
+        s.Message("prices.eu.closed", {"base64": "/w=="}),
     ]
     assert listener.returncode == 0
 
@@ -66,6 +66,10 @@ def test_the_journal_of_a_running_broker_can_be_told_and_verified(grid: Cli) -> 
     assert report.ok
     assert report.problems == []
     assert b"all sound" in grid.run("log", "verify", str(grid.data)).out
+
+
+def test_the_version_names_the_formats(grid: Cli) -> None:
+    assert grid.typed(s.Version, "version").protocol >= 1
 
 
 def test_stats_can_be_watched_until_interrupted(grid: Cli) -> None:

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 from tests.acceptance import schemas as s
 from tests.acceptance.cli import WAIT_S, Cli, read_json, until
 
@@ -61,10 +62,34 @@ def test_a_data_folder_in_use_is_refused(grid: Cli) -> None:
 
 def test_a_port_in_use_is_refused(grid: Cli, tmp_path: Path) -> None:
     port = grid.address.rpartition(":")[2]
-    outcome = grid.run("broker", "--port", port, "--data", str(tmp_path / "d"), "--json")
+    words = ("--port", port, "--data", str(tmp_path / "d"))
 
-    assert outcome.code == 4
-    assert port in outcome.error["message"]
+    assert grid.refused("broker", *words) == "cannot_listen"
+    assert grid.refused("up", *words) == "cannot_listen"
+    assert grid.refused("leader", port, *words[2:]) == "cannot_listen"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data", "/dev/null"],
+        ["--data", "/proc/none"],
+        ["--advertise", "nowhere"],
+        ["--policy", "a.b=random"],
+        ["--policy", "a..b=least-load"],
+        ["--group", "two words"],
+        ["--bind", "256.1.1.1"],
+    ],
+)
+def test_a_broker_that_cannot_be_meant_says_why_once(own: Cli, words: list[str]) -> None:
+    outcome = own.run("broker", "--port", "0", "--data", str(own.data), *words)
+
+    assert outcome.code in (2, 4)
+    assert outcome.out == b""
+    *before, last = outcome.err.splitlines()
+    assert last.startswith("ekiden: ")
+    # A warning may come first, such as that of listening for others; not the reason itself.
+    assert not [line for line in before if " warning " not in line]
 
 
 def test_a_worker_without_the_right_key_ends_with_4(grid: Cli, tmp_path: Path) -> None:
@@ -187,13 +212,16 @@ def test_a_second_ctrl_c_does_not_wait_for_running_jobs(own: Cli) -> None:
     assert own.up.stderr is not None
     own.environment["EKIDEN_CONNECT"] = own.up.stdout.readline().split()[4].rstrip(":")
     own.run("submit", "sleep", "--id", "long", "--payload", "3600")
-    until(lambda: own.look("workers")["workers"][0]["running"] == 1, "the job to run")
+    until(
+        lambda: any(worker["running"] for worker in own.look("workers")["workers"]),
+        "the job to run",
+    )
 
     own.up.send_signal(signal.SIGINT)
     assert "Ctrl-C again" in own.up.stderr.readline()
     own.up.send_signal(signal.SIGINT)
-    # Sooner than the ten seconds after which a worker would insist by itself.
-    own.up.communicate(timeout=8)
+    assert own.up.stderr.readline() == "stopping at once\n"
+    own.up.communicate(timeout=WAIT_S)
 
     assert own.up.returncode == 0
     own.start_up("--slots", "1")

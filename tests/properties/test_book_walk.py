@@ -89,6 +89,11 @@ class Walk:
         if rng.random() < 0.3:
             ids += self.ids(4)
         bodies = [job_id.encode() * rng.choice((1, 1, 1, 2)) for job_id in ids]
+        of = rng.choice(SPECS)
+        if rng.random() < 0.2 and self.naive.jobs:
+            # A client that comes back sends again what it sent before, among other things.
+            known = rng.choice(list(self.naive.jobs.values()))
+            ids, bodies, of = [known.id, *ids], [known.body, *bodies], known.spec
         odd: dict[str, int] = {}
         if rng.random() < 0.2:
             odd["delay_ns"] = rng.randint(1, 50)
@@ -96,7 +101,7 @@ class Walk:
             odd["not_before"] = max(0, wall + rng.randint(-5, 60))
         if rng.random() < 0.25:
             odd["expires_at"] = max(1, wall + rng.randint(-5, 60))
-        spec = msgspec.Raw(msgspec.msgpack.encode(rng.choice(SPECS)))
+        spec = msgspec.Raw(msgspec.msgpack.encode(of))
         digests = b"".join(hashlib.sha256(body).digest()[:8] for body in bodies)
         client = rng.choice(CLIENTS)
         return c.Submit(client, f"s-{client}", spec, ids, digests, bodies, **odd)

@@ -17,6 +17,7 @@ import pytest
 import ekiden
 import ekiden.testing
 from ekiden import errors
+from ekiden.machine import Log
 
 
 @pytest.fixture(autouse=True)
@@ -240,13 +241,15 @@ def test_an_error_of_the_test_itself_is_the_one_that_is_seen() -> None:
 
 
 def test_a_snapshot_that_cannot_be_begun_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    logged: list[Log] = []
+    monkeypatch.setattr("ekiden.broker.serve.log_effect", logged.append)
     with ekiden.testing.grid(snapshot_interval_s=0.05) as grid:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "executable", "/no/such/python")
             grid.client.submit("nobody").wait_accepted(10)
-            until(lambda: "snapshot.failed" in caplog.text)
+            until(lambda: "snapshot.failed" in {line.event for line in logged})
 
         until(lambda: grid.client.stats()["journal"]["snapshot_index"] > 0)
 

@@ -18,6 +18,9 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 BENCHES = ("noop", "latency", "recovery", "scale", "idle", "soak")
 
+# More than this used by others, and the figures are not those of the systems measured.
+QUIET_CORES = 0.25
+
 # Curves are for the terminal and for `--json`; a page shows what a person compares.
 _LEFT_OUT = ("curve", "windows", "fdatasync_ms_all")
 
@@ -77,6 +80,7 @@ def _page(reports: list[dict[str, Any]]) -> Iterator[str]:
             f"uvloop {facts['uvloop']}, msgspec {facts['msgspec']}; fdatasync of a small append "
             f"{facts['fdatasync_ms']} ms; load before the run {facts['load_before']}."
         )
+        yield from _disturbance(reports)
         yield ""
     goals = [{"bench": one["bench"], **goal} for one in reports for goal in one["goals"]]
     if goals:
@@ -92,6 +96,17 @@ def _page(reports: list[dict[str, Any]]) -> Iterator[str]:
             else:
                 yield f"- {report.words(name)}: {report.text(value)}"
         yield ""
+
+
+def _disturbance(reports: list[dict[str, Any]]) -> Iterator[str]:
+    """Say so if others were at work meanwhile: the reader cannot see it."""
+    rows = [row for one in reports if one["bench"] == "noop" for row in one.get("rows", ())]
+    others = [row["machine_busy_cores"] - row["busy_cores"] for row in rows]
+    if others and (most := max(others)) > QUIET_CORES:
+        yield (
+            f"The machine was not quiet: others used up to {most:.1f} cores during the rounds. "
+            "Rates, latencies and turns are worse than they would be, and ratios scatter."
+        )
 
 
 def _goal(goal: dict[str, Any]) -> dict[str, Any]:

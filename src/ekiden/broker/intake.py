@@ -180,6 +180,11 @@ def _settle_run(worker: str, run: m.AckRun) -> list[c.Command]:
 
 
 def _check_spec(raw: bytes) -> Spec:
+    if len(raw) > limits.SPEC_BYTES_MAX:
+        raise TooLarge(
+            f"a spec of {len(raw):,} bytes is over the limit of {limits.SPEC_BYTES_MAX:,}",
+            remedy="put what differs from job to job in the payload",
+        )
     try:
         spec: Spec = _decode_spec(raw)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -28,7 +28,7 @@ from ekiden.broker.events import (
 )  # fmt: skip
 from ekiden.broker.recovery import Opened, open_broker
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
-from ekiden.errors import EkidenError, NoSpace, WrongUsage
+from ekiden.errors import Fault, NoSpace, WrongUsage
 from ekiden.journal.journal import Append
 from ekiden.journal.local import LocalJournal, perform
 from ekiden.limits import NS
@@ -296,7 +296,8 @@ async def serve_broker(config: BrokerConfig, world_kind: type[BrokerWorld] = Bro
     try:
         world = world_kind(config, storage, folder)
         await world.serve(make_broker_key(folder))
-    except EkidenError as error:
+    except Fault as error:
+        # A refusal came before anything was served; whoever started us says it.
         log_effect(Log("error", "broker.ended", {"code": error.code, "why": str(error)}))
         raise
     finally:

@@ -48,12 +48,14 @@ def up(
         """Stops the worker first, while there is still a broker to take its last results."""
 
         def stop(self) -> None:
-            if crew.stopping:  # asked again: wait for nobody
+            again = crew.stopping
+            if not as_json:
+                when = "at once" if again else "when running jobs are done; Ctrl-C again: at once"
+                output.say(f"stopping {when}")
+            if again:
                 crew.kill()
                 super().stop()
                 return
-            if not as_json:
-                output.say("stopping when running jobs are done; Ctrl-C again stops at once")
             end_broker, loop = super().stop, self.driver.loop
             crew.stop(then=lambda: loop.call_soon_threadsafe(end_broker))
 

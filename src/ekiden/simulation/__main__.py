@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _run_mutants(options)
     if options.seed is not None:
         return _run_one(options.seed, story=options.story)
-    return _run_many(*options.seeds, jobs=options.jobs)
+    return _run_many(*options.seeds, jobs=options.jobs, traces=options.traces)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -39,6 +39,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--mutants", action="store_true", help="plant known mistakes and find each of them"
     )
     parser.add_argument("--story", action="store_true", help="with --seed: print all that happens")
+    parser.add_argument("--traces", action="store_true", help="with --seeds: a line for each")
     parser.add_argument("--only", metavar="NAME", help="with --mutants: this one alone")
     parser.add_argument(
         "--tries", type=int, default=1000, metavar="N", help="with --mutants: seeds for each [1000]"
@@ -67,7 +68,7 @@ def _run_one(seed: int, *, story: bool) -> int:
     return 0
 
 
-def _run_many(first: int, last: int, *, jobs: int) -> int:
+def _run_many(first: int, last: int, *, jobs: int, traces: bool) -> int:
     began = time.monotonic()
     counts: dict[str, int] = {}
     done = virtual_ns = 0
@@ -79,6 +80,8 @@ def _run_many(first: int, last: int, *, jobs: int) -> int:
         if outcome.violation:
             _report(outcome)
             return 1
+        if traces:
+            print(f"seed {outcome.seed} ok trace {outcome.trace}")
     for what in sorted(counts):
         print(f"{counts[what]:>9,}  {what}")
     took = time.monotonic() - began

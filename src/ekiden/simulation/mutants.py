@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 from ekiden.broker import recovery
@@ -251,9 +251,14 @@ def _swapped(*swaps: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def planted(name: str) -> AbstractContextManager[None]:
+    """The mutant lives as long as this is open."""
+    return _swapped(*MUTANTS[name])
+
+
 def hunt(name: str, tries: int) -> tuple[int | None, str]:
     """Plant a mutant and run seeds from 1 on: the first that catches it, and what it saw."""
-    with _swapped(*MUTANTS[name]):
+    with planted(name):
         for seed in range(1, tries + 1):
             violation = simulate(seed).violation
             if violation:

@@ -180,6 +180,7 @@ BAD = {
         ), "bad_request",
     ),
     "a spec that is none": (m.Submit(msgspec.Raw(b"\x01"), ["j"], b"d" * 8, [b""]), "bad_request"),
+    "a spec over the limit": (submit_of("j", retry_on=("oom",) * 50_000), "too_large"),
     "a payload over the limit": (
         submit_of("j", body=b"x" * (limits.PAYLOAD_BYTES_MAX + 1)), "too_large",
     ),

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,6 +155,7 @@ def test_a_second_holder_is_told_who_the_first_is(folder: FolderStorage) -> None
 
 HOLD = """
 import sys
+import time
 from ekiden.world.disk import FolderStorage
 storage = FolderStorage(sys.argv[1])
 storage.lock()
@@ -176,16 +178,30 @@ def test_another_process_holds_the_folder_until_it_is_killed(folder: FolderStora
     folder.lock()
 
 
+def lock_soon(storage: FolderStorage) -> None:
+    """A child that becomes another program lets go a moment after its parent hears of it."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return storage.lock()
+        except FolderInUse:
+            assert time.monotonic() < deadline, "the lock was inherited"
+            time.sleep(0.001)
+
+
 @posix
 def test_children_do_not_inherit_the_lock(folder: FolderStorage) -> None:
     folder.lock()
     gate, opener = os.pipe()
+    alive, life = os.pipe()
     forked = os.fork()
     if forked == 0:
         os.close(opener)
+        os.write(life, b"!")  # it lets go of the lock when it first runs, not before
         os.read(gate, 1)
         os._exit(0)
     try:
+        assert os.read(alive, 1) == b"!"
         with subprocess.Popen(
             [sys.executable, "-c", "import sys; sys.stdin.read()"],
             stdin=subprocess.PIPE,
@@ -193,11 +209,11 @@ def test_children_do_not_inherit_the_lock(folder: FolderStorage) -> None:
         ):
             folder.close()  # as the end of the process would do
             other = FolderStorage(folder.path)
-            other.lock()
+            lock_soon(other)
             other.close()
     finally:
-        os.close(opener)
-        os.close(gate)
+        for end in (opener, gate, alive, life):
+            os.close(end)
         os.waitpid(forked, 0)
 
 
@@ -351,6 +367,7 @@ def test_a_journal_lives_snapshots_and_recovers_on_a_real_disk(folder: FolderSto
 
 NO_FCNTL = """
 import sys
+import time
 sys.modules["fcntl"] = None
 import ekiden.world.disk
 """
