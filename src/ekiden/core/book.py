@@ -684,7 +684,7 @@ class JobBook:
             if row is None:
                 continue
             if row.place in self._changes.settlements:
-                tally.settled.append(job_id)  # it ended in this very entry: who waits is yet to hear
+                tally.settled.append(job_id)  # it ended in this very entry: not told yet
             else:
                 self._forget(row)
                 self._drop(row)  # its place still says how it ended, to who is owed that news
