@@ -42,16 +42,18 @@ def output_of(number: int) -> bytes:
 
 
 class Load:
-    """Submits jobs from a thread of its own, never far ahead of what is accepted.
+    """Submits jobs from a thread of its own, `least` at least, and more until `finish` is called.
 
-    `least` jobs at least, and more until `finish` is called.
+    It is never further ahead than WINDOW jobs that are not accepted, or `backlog` not settled.
     """
 
-    def __init__(self, client: ekiden.Client, least: int) -> None:
+    def __init__(self, client: ekiden.Client, least: int, *, backlog: int = 0) -> None:
         self.client = client
         self.least = least
         self.futures: list[ekiden.JobFuture] = []
-        self._accepted = 0
+        self._backlog = backlog
+        self._accepted = self._settled = 0
+        self._counting = threading.Lock()
         self._finishing = threading.Event()
         self._thread = threading.Thread(target=self._submit_all, daemon=True)
         self._thread.start()
@@ -64,13 +66,28 @@ class Load:
     def accepted(self) -> int:
         """How many, without a gap, are known to be accepted."""
         futures = self.futures
-        while self._accepted < len(futures) and futures[self._accepted].accepted:
-            self._accepted += 1
-        return self._accepted
+        with self._counting:
+            while self._accepted < len(futures) and futures[self._accepted].accepted:
+                self._accepted += 1
+            return self._accepted
+
+    @property
+    def settled(self) -> int:
+        """How many, without a gap, have their outcome."""
+        futures = self.futures
+        with self._counting:
+            while self._settled < len(futures) and futures[self._settled].done():
+                self._settled += 1
+            return self._settled
+
+    def _is_ahead(self) -> bool:
+        if self._backlog:
+            return self.handed_over - self.settled >= self._backlog
+        return self.handed_over - self.accepted >= WINDOW
 
     def _submit_all(self) -> None:
         while self.handed_over < self.least or not self._finishing.is_set():
-            if self.handed_over - self.accepted >= WINDOW:
+            if self._is_ahead():
                 time.sleep(0.0005)
                 continue
             first = self.handed_over
@@ -174,13 +191,9 @@ def test_no_accepted_job_is_lost_when_the_broker_is_killed_again_and_again(site:
     check_end(site, client, count)
 
 
-def done_jobs(client: ekiden.Client) -> int:
-    count: int = client.stats()["jobs"]["done"]
-    return count
-
-
-def more_done(client: ekiden.Client, count: int) -> bool:
-    return done_jobs(client) >= count
+def is_busy(load: Load, settled: int) -> bool:
+    """Whether so many jobs are settled and a worker is at work on others."""
+    return load.settled >= settled and load.client.stats()["jobs"]["leased"] > 0
 
 
 @pytest.mark.slow
@@ -188,25 +201,22 @@ def more_done(client: ekiden.Client, count: int) -> bool:
 def test_no_accepted_job_is_lost_when_the_worker_is_killed_again_and_again(site: Site) -> None:
     site.start_broker()
     client = site.client()
-    ids = [f"job-{n}" for n in range(JOBS)]
-    futures = client.submit_many("sha256", map(payload_of, range(len(ids))), job_ids=ids)
-    futures[-1].wait_accepted(60)
     worker = site.start_worker()
+    # More than a worker holds, so that there is always work, and no more than that.
+    load = Load(client, JOBS // 2, backlog=6_000)
 
-    leased = []
-    for _ in range(KILLS):
-        # Each worker gets to bring some results, and is killed while it holds many more jobs.
-        before = done_jobs(client)
-        until(partial(more_done, client, before + 200), f"{before + 200} results", 60)
-        os.kill(worker.pid, signal.SIGKILL)
+    leased: list[int] = []
+    while sum(leases > 0 for leases in leased) < KILLS:
+        assert len(leased) < 4 * KILLS, f"most kills met no lease: {leased}"
+        # Each worker gets to bring some results, and is killed while it holds more jobs.
+        point = load.settled + load.least // (4 * KILLS)
+        until(partial(is_busy, load, point), f"{point} results and some leases", 60)
+        worker.kill()
         leased.append(client.stats()["jobs"]["leased"])
-        worker.wait()
         worker = site.start_worker()
+    count = load.finish()
 
-    for number, future in enumerate(futures):
-        assert future.result(60).output == output_of(number)
-    assert all(leases > 0 for leases in leased), f"some kills met no lease: {leased}"
-    check_end(site, client, len(ids))
+    check_end(site, client, count)
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ class Network:
         self._cuts: dict[tuple[str, str], int] = {}
         self._stalled: list[tuple[Connection, End]] = []
         self._conns = 0
-        self._attic: dict[tuple[str, int, str], deque[bytes]] = {}
+        self._attic: dict[tuple[str, int, str, int], deque[bytes]] = {}
 
     # -------------------------------------------------------------- what processes do
 
@@ -307,7 +307,7 @@ class Network:
 
     def _maybe_repeat(self, end: End, to: End, kind: int, raw: bytes, data: bytes) -> bytes:
         """`data`, perhaps with a frame of the past after it; `raw` becomes part of the past."""
-        key = (end.party.name, end.incarnation, to.party.name)
+        key = (end.party.name, end.incarnation, to.party.name, to.incarnation)
         attic = self._attic.setdefault(key, deque(maxlen=_ATTIC_FRAMES))
         if kind in _REPEATABLE:
             attic.append(raw)

@@ -62,7 +62,7 @@ class _Chunk:
 
     __slots__ = (
         "abandoned", "batch", "began", "end", "ended", "items", "low", "mark", "outputs",
-        "reported", "told", "troubled",
+        "reported", "started", "told", "troubled",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, low: int, end: int, now: Instant) -> None:
@@ -72,6 +72,7 @@ class _Chunk:
         self.items: Iterator[int] = iter(range(low, end))
         self.outputs: list[Any] = []
         self.reported = 0
+        self.started = now
         self.mark = now
         """Up to when the time of its runs is accounted for."""
         self.began = now
@@ -239,6 +240,8 @@ class HandlerExecutor:
     def _take(self, lane: _Lane) -> _Chunk | None:
         """The next chunk, sized by how long such runs take; None at the end."""
         with self._ready:
+            if lane.chunk is not None:
+                _learn(lane.chunk, lane.chunk.ended - lane.chunk.started, len(lane.chunk.outputs))
             lane.chunk = None
             while not self._pieces or lane.gone:
                 if self._closing or lane.gone:
@@ -292,8 +295,8 @@ class HandlerExecutor:
         ran_ns = max((chunk.ended or now) - chunk.mark, 1)
         chunk.reported = count
         chunk.mark = now
-        handler = batch.handler
-        handler.mean_ns = max((handler.mean_ns + ran_ns // len(fresh)) // 2, 1)
+        if not chunk.ended:
+            _learn(chunk, ran_ns, len(fresh))
         offsets = range(first, first + len(fresh))
         if not chunk.troubled:
             self._emit(RunFinished(batch.grant, offsets, fresh, {}, [], ran_ns))
@@ -450,6 +453,14 @@ class HandlerExecutor:
         self._notes_at = self._loop.time()
         for (grant, offset), body in notes.items():
             self._emit(ProgressMade(grant, offset, body))
+
+
+def _learn(chunk: _Chunk, took_ns: int, runs: int) -> None:
+    """How long such runs take. Whoever ran them says so before it takes more: left to the loop,
+    thousands would be taken one by one before it came to look."""
+    if runs:
+        handler = chunk.batch.handler
+        handler.mean_ns = max((handler.mean_ns + took_ns // runs) // 2, 1)
 
 
 def _is_brisk(chunk: _Chunk | None) -> bool:
