@@ -7,6 +7,7 @@ from itertools import chain, islice
 from typing import Any, Protocol
 
 from ekiden import limits
+from ekiden.broker.crew import Crew
 from ekiden.broker.intake import Intake
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
@@ -15,7 +16,7 @@ from ekiden.core import commands as c
 from ekiden.core.book import JobBook
 from ekiden.core.effects import Tally
 from ekiden.core.queues import Lane
-from ekiden.core.roster import Roster, RosterWorker
+from ekiden.core.roster import Roster
 from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
 from ekiden.core.scheduler import Scheduler
 from ekiden.core.subjects import check_pattern, match
@@ -48,6 +49,7 @@ class Broker(Protocol):
     scheduler: Scheduler
     intake: Intake
     relay: Relay
+    crew: Crew
     peers: dict[int, Peer]
     broker_id: str
     software: str
@@ -56,8 +58,7 @@ class Broker(Protocol):
 
     def time(self, now: Instant) -> int: ...
     def wall(self, now: Instant) -> int: ...
-    def recall(self, worker: RosterWorker) -> None: ...
-    def propose_for(self, peer: Peer, msg_id: int, command: c.Command) -> None: ...
+    def propose(self, command: c.Command, peer: Peer | None = None, msg_id: int = 0) -> None: ...
 
 
 class Desk:
@@ -348,7 +349,7 @@ class Desk:
         if len(ids) > CHANGE_MAX:
             raise BadRequest(f"{len(ids):,} ids", remedy=f"at most {CHANGE_MAX:,} in one change")
         kind = {"cancel": c.Cancel, "replay": c.Replay, "purge": c.Purge}[self._verb]
-        self._machine.propose_for(peer, msg_id, kind(ids))
+        self._machine.propose(kind(ids), peer, msg_id)
         return None
 
     def _changeable(self, chosen: dict[str, Any]) -> Iterator[str]:
@@ -395,7 +396,7 @@ class Desk:
         if not worker.draining:
             worker.quarantined_until = 0
         else:
-            self._machine.recall(worker)
+            self._machine.crew.recall(worker)
         self._machine.scheduler.freed(worker, self._machine.book)
         return {"worker": name, "state": worker.state}
 

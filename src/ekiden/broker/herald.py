@@ -7,6 +7,8 @@ fast as it reads. So nobody is cut off for having much to fetch, and nobody's by
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from operator import itemgetter
 from typing import Any
 
 from ekiden import limits
@@ -73,10 +75,12 @@ class Herald:
         elif peer.owed:
             self._owing[peer] = None
 
-    def submitted(self, peer: Peer, msg_id: int, outcome: SubmitOutcome) -> None:
-        """A submit was applied: accepted, with the exceptions named."""
-        peer.accept(msg_id, [_conflict(msg_id, *found) for found in outcome.conflicts])
-        for _, row in outcome.repeated:
+    def submitted(self, peer: Peer, msg_id: int, outcome: SubmitOutcome, jobs: range) -> None:
+        """A submit was applied: accepted, with the exceptions named. Its jobs are these of the
+        outcome: small submits are applied together."""
+        conflicts = _within(outcome.conflicts, jobs)
+        peer.accept(msg_id, [_conflict(msg_id, at - jobs.start, row) for at, row in conflicts])
+        for _, row in _within(outcome.repeated, jobs):
             self.attach(peer, row)
 
     def attach(self, peer: Peer, row: Row) -> None:
@@ -171,6 +175,14 @@ class Herald:
             peer.end(p.ended(row))
         else:  # replayed meanwhile
             self.attach(peer, row)
+
+
+def _within(found: list[tuple[int, Row]], jobs: range) -> list[tuple[int, Row]]:
+    """Those of these jobs; `found` is in order."""
+    if not found:
+        return found
+    first = bisect_left(found, jobs.start, key=itemgetter(0))
+    return found[first : bisect_left(found, jobs.stop, first, key=itemgetter(0))]
 
 
 def _conflict(msg_id: int, offset: int, row: Row) -> Refused:

@@ -115,13 +115,13 @@ class Intake:
     def _check_waiting(self, route: Route | None, count: int) -> None:
         """Of a route, with what is on its way to it; without one, of all that is to start later."""
         if route is None:
-            what, waiting = "the list of delayed jobs", self._book.delayed + self.incoming_later
+            waiting = self._book.delayed + self.incoming_later
         else:
             queue = self._book.queues.get(route)
-            what = f"subject {route.subject!r}"
             waiting = queue.ready + queue.parked if queue is not None else 0
             waiting += self.incoming.get(route, 0) + self._flying.get(route, 0)
         if waiting + count > self._config.waiting_max:
+            what = "the list of delayed jobs" if route is None else f"subject {route.subject!r}"
             raise QueueFull(
                 f"{what} is full ({waiting:,} jobs waiting)",
                 remedy="retry later, add workers, or raise waiting_max",

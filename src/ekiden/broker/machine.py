@@ -10,11 +10,11 @@ anybody before the entry that says it is committed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ekiden import limits
-from ekiden.broker import peers as p
+from ekiden.broker.batch import Batch, first_entry, merged
+from ekiden.broker.crew import Crew
 from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
     AppendFailed,
@@ -27,17 +27,16 @@ from ekiden.broker.events import (
     WallClock,
 )  # fmt: skip
 from ekiden.broker.herald import Herald
-from ekiden.broker.intake import Intake, check_credit, check_join, refused
+from ekiden.broker.intake import Intake, refused
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
 from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
 from ekiden.core.book import JobBook
 from ekiden.core.effects import Changes
-from ekiden.core.roster import Roster, RosterWorker
-from ekiden.core.rows import Grant, Row
+from ekiden.core.roster import Roster
 from ekiden.core.scheduler import Scheduler
-from ekiden.errors import BadFrame, BadRequest, DiskFull, EkidenError, Refusal, TooLarge
+from ekiden.errors import BadFrame, DiskFull, EkidenError, Refusal
 from ekiden.journal.journal import Journal
 from ekiden.limits import NS
 from ekiden.machine import (
@@ -54,12 +53,15 @@ from ekiden.machine import (
     Send,
     Trust,
 )  # fmt: skip
-from ekiden.model import jobs as j
 from ekiden.wire import messages as m
 from ekiden.wire.session import Greeter, refusal_frame
 
 # How often silence, beats and grace periods are looked at. A quarter of a heartbeat is soon enough.
 SWEEP_NS = NS // 4
+
+# Kinds of commands. Written out where they are asked for, a union is made anew at every step.
+_CHANGES = (c.Cancel, c.Replay, c.Purge)
+_OUTCOMES = (c.Finish, c.Fail, c.Release, c.Forfeit)
 
 # After a full disk, how long until the settles that did not fit are tried again.
 RETRY_APPEND_NS = NS
@@ -87,9 +89,10 @@ class BrokerMachine:
         self._key = key
         self._base_time, self._base_now = book.time, now
         self._wall, self._wall_at = wall, now
-        self._queue: list[tuple[c.Command, Peer | None, int]] = []
+        self._queue: Batch = []
         """Commands for the next entry, with who asked and the number of the message."""
-        self._flying: tuple[c.Entry, list[tuple[c.Command, Peer | None, int]]] | None = None
+        self._flying: tuple[c.Entry, Batch, list[int]] | None = None
+        """The entry being written, what was asked for, and how many of it each `Submit` is."""
         self._dirty: dict[Peer, None] = {}
         """Peers with something to be sent or closed at the end of this turn."""
         self._effects: list[Any] = []
@@ -100,13 +103,12 @@ class BrokerMachine:
         self._snapshotting = False
         self._rolled = False
         self._shutdown = False
-        self._ghost_leases = dict.fromkeys(book.workers, now + config.rejoin_grace_ns)
-        """Workers with leases that have not joined since this broker started → when to give up."""
+        self.crew = Crew(self, now)
         self.desk = Desk(self)
         for route in book.queues:
             self.scheduler.wake(route)
         if book.settings != config.settings():
-            self._propose(c.Configure(config.settings()))
+            self.propose(c.Configure(config.settings()))
 
     # -------------------------------------------------------------- contract
 
@@ -124,7 +126,7 @@ class BrokerMachine:
             case Garbled():
                 peer = self.peers.get(event.conn)
                 if peer is not None:
-                    self._refuse_and_close(peer, BadFrame(event.reason))
+                    self.refuse_and_close(peer, BadFrame(event.reason))
             case Congested() | Relieved():
                 peer = self.peers.get(event.conn)
                 if peer is not None:
@@ -200,13 +202,13 @@ class BrokerMachine:
 
     # -------------------------------------------------------------- journal
 
-    def _propose(self, command: c.Command, peer: Peer | None = None, msg_id: int = 0) -> None:
+    def propose(self, command: c.Command, peer: Peer | None = None, msg_id: int = 0) -> None:
         self._queue.append((command, peer, msg_id))
 
     def _close_entry(self, now: Instant) -> None:
         time, wall = self.time(now), self.wall(now)
         self._hold_append_until = 0
-        batch = _first_entry(self._queue)
+        batch = first_entry(self._queue)
         self._queue = self._queue[len(batch) :]
         if self._clock_due(batch, wall):
             batch.append((c.Clock(wall), None, 0))
@@ -217,19 +219,19 @@ class BrokerMachine:
         due = bool(self.book.delays) and self.book.delays[0].until <= time
         if not batch and not plans and not due:
             return
-        commands: list[Any] = [command for command, _, _ in batch]
+        commands, shares = merged(batch)
         commands += plans
         if not commands:
             commands.append(c.Tick())
         index = self.journal.propose(c.encode_payload(time, wall, commands))
-        self._flying = (c.Entry(index, time, wall, commands), batch)
+        self._flying = (c.Entry(index, time, wall, commands), batch, shares)
         step = self.journal.advance(now)
         if step.append is not None:
             # Measured now and then only: a burst must not eat what is kept free meanwhile.
             self.intake.disk_free -= len(step.append.data)
             self._effects.append(step.append)
 
-    def _clock_due(self, batch: list[tuple[c.Command, Peer | None, int]], wall: int) -> bool:
+    def _clock_due(self, batch: Batch, wall: int) -> bool:
         """Whether something waits for a wall time that has come, or is submitted after it."""
         if self.book.watches and self.book.watches[0].until <= wall:
             return True
@@ -238,11 +240,11 @@ class BrokerMachine:
     def _apply_committed(self, now: Instant) -> None:
         if self._flying is None or self.journal.committed < self._flying[0].index:
             return
-        entry, batch = self._flying
+        entry, batch, shares = self._flying
         self._flying = None
         changes = self.book.apply(entry)
         self.scheduler.forget_plans(self.book)
-        self._tell(changes, batch, now)
+        self._tell(changes, batch, shares, now)
 
     def _begin_snapshot(self) -> None:
         """Nothing is being written, so everything there is lies in closed segments."""
@@ -256,7 +258,7 @@ class BrokerMachine:
         """No space: new jobs are refused, everything else waits for room and is tried again."""
         assert self._flying is not None
         self.journal.withdraw()
-        _, batch = self._flying
+        _, batch, _ = self._flying
         self._flying = None
         self.scheduler.forget_plans(self.book)
         for worker in self.roster.workers.values():
@@ -274,7 +276,7 @@ class BrokerMachine:
         self._queue = kept + self._queue
         self.intake.disk_free = min(self.intake.disk_free, 0)
         self._hold_append_until = now + RETRY_APPEND_NS
-        self._log("error", "journal.no_space", reason=event.reason)
+        self.log("error", "journal.no_space", reason=event.reason)
 
     def _snapshot_taken(self, event: SnapshotTaken, now: Instant) -> None:
         self._snapshotting = False
@@ -282,26 +284,29 @@ class BrokerMachine:
         if event.index:
             self.snapshot_index = event.index
         else:
-            self._log("error", "snapshot.failed", reason=event.reason)
+            self.log("error", "snapshot.failed", reason=event.reason)
 
     # -------------------------------------------------------------- telling
 
-    def _tell(
-        self, changes: Changes, batch: list[tuple[c.Command, Peer | None, int]], now: Instant
-    ) -> None:
+    def _tell(self, changes: Changes, batch: Batch, shares: list[int], now: Instant) -> None:
         submits, tallies = iter(changes.submits), iter(changes.tallies)
+        share, left, first = iter(shares), 0, 0
         touched: dict[str, None] = {}
         for command, peer, msg_id in batch:
             here = peer is not None and peer.conn in self.peers
             if isinstance(command, c.Submit):
-                outcome = next(submits)
+                if not left:
+                    outcome, left, first = next(submits), next(share), 0
+                left -= 1
+                jobs = range(first, first + len(command.ids))
                 if peer is not None and here:
-                    self.herald.submitted(peer, msg_id, outcome)
-            elif isinstance(command, c.Cancel | c.Replay | c.Purge):
+                    self.herald.submitted(peer, msg_id, outcome, jobs)
+                first = jobs.stop
+            elif isinstance(command, _CHANGES):
                 tally = next(tallies)
                 if peer is not None and here:
                     self.desk.changed(peer, msg_id, command, tally)
-            elif isinstance(command, c.Finish | c.Fail | c.Release | c.Forfeit):
+            elif isinstance(command, _OUTCOMES):
                 touched[command.worker] = None
                 if peer is not None:
                     peer.ack(msg_id)
@@ -312,29 +317,16 @@ class BrokerMachine:
             if settlement.worker:
                 touched[settlement.worker] = None
         for grant in changes.grants:
-            self._send_grant(grant, grant.owned())
+            self.crew.send_grant(grant, grant.owned())
         for grant in changes.forfeited:
             # Its worker may be back already, and busy with what is no longer its own.
-            self._stop(grant.worker.id, grant.number, None, "stale")
+            self.crew.stop(grant.worker.id, grant.number, None, "stale")
         for grant, offset in changes.stops:
-            self._stop(grant.worker.id, grant.number, [offset], "cancel")
+            self.crew.stop(grant.worker.id, grant.number, [offset], "cancel")
         for name in touched:
             worker = self.roster.workers.get(name)
             if worker is not None:
                 self.scheduler.freed(worker, self.book)
-
-    def _send_grant(self, grant: Grant, owned: list[tuple[int, Row]]) -> None:
-        worker = self.roster.workers.get(grant.worker.id)
-        peer = self.peers.get(worker.conn) if worker is not None and worker.conn else None
-        if peer is not None and owned:
-            for run in p.assign_runs(grant, owned):
-                peer.assign(run)
-
-    def _stop(self, worker_id: str, grant: int, offsets: list[int] | None, why: str) -> None:
-        worker = self.roster.workers.get(worker_id)
-        peer = self.peers.get(worker.conn) if worker is not None and worker.conn else None
-        if peer is not None:
-            peer.send(m.Stop(grant, offsets, why))
 
     # -------------------------------------------------------------- peers
 
@@ -354,17 +346,13 @@ class BrokerMachine:
     def _left(self, peer: Peer, now: Instant) -> None:
         self.relay.leave(peer)
         self.herald.left(peer)
-        worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
-        if worker is not None and worker.conn == peer.conn:
-            worker.conn = None
-            worker.heard = now
-            self.roster.leave(worker)
-            self._log("info", "worker.left", worker=worker.id, held=worker.held(self.book))
+        if peer.role == m.ROLE_WORKER:
+            self.crew.left(peer, now)
 
-    def _refuse_and_close(self, peer: Peer, error: EkidenError, corr_id: int = 0) -> None:
+    def refuse_and_close(self, peer: Peer, error: EkidenError, corr_id: int = 0) -> None:
         peer.send_frame(refusal_frame(error, corr_id))
         peer.close()
-        self._log("warning", "peer.refused", peer=peer.address, id=peer.id, code=error.code,
+        self.log("warning", "peer.refused", peer=peer.address, id=peer.id, code=error.code,
                   why=error.message)  # fmt: skip
 
     def _received(self, event: Received, now: Instant) -> None:
@@ -381,10 +369,10 @@ class BrokerMachine:
                 else:
                     self._message(peer, frame, now)
             except BadFrame as error:
-                self._refuse_and_close(peer, error, frame.msg_id)
+                self.refuse_and_close(peer, error, frame.msg_id)
             except Refusal as error:
                 if peer.greeter is not None:
-                    self._refuse_and_close(peer, error, frame.msg_id)
+                    self.refuse_and_close(peer, error, frame.msg_id)
                 else:
                     peer.send_frame(refusal_frame(error, frame.msg_id))
 
@@ -406,13 +394,14 @@ class BrokerMachine:
             case m.Submit():
                 self._submit(peer, frame.msg_id, message)
             case m.Ack():
-                self._ack(peer, frame.msg_id, message, now)
+                self.crew.ack(peer, frame.msg_id, message, now)
             case m.Beat():
-                self._beat(peer, message, now)
+                if peer.role == m.ROLE_WORKER:
+                    self.crew.beat(peer, message, now)
             case m.Credit():
-                self._credit(self._worker(peer), message.credit)
+                self.crew.credit(peer, message)
             case m.Join():
-                self._join(peer, message, now)
+                self.crew.join(peer, message, now)
             case m.Attach():
                 self._attach(peer, frame.msg_id, message)
             case m.Ask():
@@ -424,9 +413,10 @@ class BrokerMachine:
             case m.Unsubscribe():
                 self.relay.unsubscribe(peer, message.sid)
             case m.Progress():
-                self._progress(peer, message)
+                self.crew.progress(peer, message)
             case m.Bye():
-                self._bye(peer)
+                self.crew.bye(peer)
+                peer.close()
             case _:
                 raise BadFrame(
                     f"{type(message).__name__} is not for a broker to hear",
@@ -441,7 +431,7 @@ class BrokerMachine:
         except Refusal as error:
             peer.refuse(refused(msg_id, error))
             return
-        self._propose(command, peer, msg_id)
+        self.propose(command, peer, msg_id)
 
     def _attach(self, peer: Peer, msg_id: int, message: m.Attach) -> None:
         unknown: list[str] = []
@@ -453,143 +443,6 @@ class BrokerMachine:
                 self.herald.attach(peer, row)
         peer.send(m.Attached(unknown), msg_id)
 
-    def propose_for(self, peer: Peer, msg_id: int, command: c.Command) -> None:
-        """A change a person asked for; the desk answers when it is applied."""
-        self._propose(command, peer, msg_id)
-
-    # -------------------------------------------------------------- workers
-
-    def _worker(self, peer: Peer) -> RosterWorker:
-        worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
-        if worker is None or worker.conn != peer.conn:
-            raise BadRequest("only a worker that has joined may say this", remedy="send Join first")
-        return worker
-
-    def _join(self, peer: Peer, message: m.Join, now: Instant) -> None:
-        if peer.role != m.ROLE_WORKER:
-            raise BadRequest("only a worker joins", remedy="say hello as a worker")
-        check_join(message)
-        worker = self.roster.workers.get(peer.id) or RosterWorker(peer.id)
-        if worker.conn is not None and worker.conn != peer.conn:
-            old = self.peers.get(worker.conn)
-            if old is not None:  # the newest connection of a worker is the one that counts
-                self._refuse_and_close(old, BadRequest("this worker id has joined from elsewhere"))
-        restarted = worker.session not in ("", peer.session)
-        lost = [(grant, offset) for grant, offset, _ in worker.running] if restarted else []
-        worker.conn, worker.session, worker.heard = peer.conn, peer.session, now
-        worker.slots, worker.credit = message.slots, message.credit
-        worker.labels, worker.host = message.labels, message.host
-        worker.cpu_milli, worker.mem_mb = message.cpu_milli, message.mem_mb
-        worker.running = []
-        self.roster.join(worker, message.patterns)
-        self._ghost_leases.pop(worker.id, None)
-        if restarted and worker.id in self.book.workers:
-            # The process before took its runs with it. Were they only assigned again, a job that
-            # kills whoever runs it would do so for ever without burning an attempt.
-            self._propose(c.Forfeit(worker.id, lost))
-        else:
-            self._reconcile(worker, message.held)
-        self.scheduler.freed(worker, self.book)
-        self._log("info", "worker.joined", worker=worker.id, slots=worker.slots,
-                  held=worker.held(self.book))  # fmt: skip
-
-    def _reconcile(self, worker: RosterWorker, held: Iterable[tuple[int, list[int]]]) -> None:
-        """Leases it does not know are assigned again; what the book does not know is stopped."""
-        known = {number: set(offsets) for number, offsets in held}
-        ledger = self.book.workers.get(worker.id)
-        grants = dict(ledger.grants) if ledger is not None else {}
-        for number, grant in grants.items():
-            mentioned = known.pop(number, set())
-            owned = grant.owned()
-            self._send_grant(grant, [(o, row) for o, row in owned if o not in mentioned])
-            stale = sorted(mentioned - {offset for offset, _ in owned})
-            if stale:
-                self._stop(worker.id, number, stale, "stale")
-            for offset, row in owned:
-                if row.id in self.book.cancelling:
-                    self._stop(worker.id, number, [offset], "cancel")
-        for number in known:
-            self._stop(worker.id, number, None, "stale")
-
-    def recall(self, worker: RosterWorker) -> None:
-        """Ask for the attempts back that it has not begun."""
-        ledger = self.book.workers.get(worker.id)
-        for number in list(ledger.grants) if ledger is not None else ():
-            self._stop(worker.id, number, None, "recall")
-
-    def _credit(self, worker: RosterWorker, credit: int) -> None:
-        check_credit(credit)
-        worker.credit = credit
-        self.scheduler.freed(worker, self.book)
-
-    def _ack(self, peer: Peer, msg_id: int, message: m.Ack, now: Instant) -> None:
-        worker = self._worker(peer)
-        found = self.intake.settle(peer.id, message)
-        # One that says nothing waits in the queue, too: acks are confirmed in their order.
-        for command in found or [c.Release(worker.id, 0, [])]:
-            self._propose(command, peer, msg_id)
-            if isinstance(command, c.Fail):
-                self._count_failures(worker, command, now)
-            elif isinstance(command, c.Finish):
-                worker.failed_in_row.clear()
-
-    def _count_failures(self, worker: RosterWorker, command: c.Fail, now: Instant) -> None:
-        grant = self.book.grants.get(command.grant)
-        if grant is None or grant.worker.id != worker.id:
-            return
-        for offset, cause in zip(command.offsets, command.causes, strict=True):
-            if cause == j.CANCEL_CONFIRMED or not 0 <= offset < len(grant.rows):
-                continue
-            row = grant.rows[offset]
-            if row.place is grant and self.roster.failed(worker, row.id, now):
-                self._log("warning", "worker.quarantined", worker=worker.id,
-                          failures=limits.QUARANTINE_FAILURES)  # fmt: skip
-
-    def _beat(self, peer: Peer, message: m.Beat, now: Instant) -> None:
-        if peer.role != m.ROLE_WORKER:
-            return
-        worker = self._worker(peer)
-        worker.heard = now
-        worker.load = message.load
-        worker.running = message.running
-        for number, offset, elapsed_ms in message.running:
-            grant = self.book.grants.get(number)
-            if grant is None or not 0 <= offset < len(grant.rows):
-                continue
-            row = grant.rows[offset]
-            if row.place is not grant:
-                continue
-            limit = row.origin.spec.timeout_ns
-            if limit and elapsed_ms * 1_000_000 > limit + limits.TIMEOUT_MARGIN_NS:
-                said = "the worker did not end it in time"
-                self._propose(c.Fail(worker.id, number, [offset], [j.TIMEOUT], [said]))
-                self._stop(worker.id, number, [offset], "timeout")
-
-    def _progress(self, peer: Peer, message: m.Progress) -> None:
-        worker = self._worker(peer)
-        if len(message.body) > limits.PAYLOAD_BYTES_MAX:
-            raise TooLarge(f"progress of {len(message.body):,} bytes", remedy="say less of it")
-        grant = self.book.grants.get(message.grant)
-        if (
-            grant is None
-            or grant.worker.id != worker.id
-            or not 0 <= message.offset < len(grant.rows)
-        ):
-            return
-        row = grant.rows[message.offset]
-        listener = self.herald.session(row.origin.session)
-        if row.place is grant and listener is not None:
-            listener.send(m.JobProgress(row.id, row.attempt, message.body))
-
-    def _bye(self, peer: Peer) -> None:
-        worker = self.roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
-        if worker is not None and worker.conn == peer.conn:
-            if worker.id in self.book.workers:
-                self._propose(c.Forfeit(worker.id, [(g, o) for g, o, _ in worker.running]))
-            self.roster.drop(worker)
-            worker.conn = None
-        peer.close()
-
     # -------------------------------------------------------------- sweeps
 
     def _sweep(self, now: Instant) -> None:
@@ -597,18 +450,12 @@ class BrokerMachine:
         for peer in list(self.peers.values()):
             if peer.greeter is not None:
                 if now - peer.since > limits.HELLO_TIMEOUT_NS:
-                    self._refuse_and_close(peer, BadFrame("no hello in time"))
+                    self.refuse_and_close(peer, BadFrame("no hello in time"))
             elif now - peer.heard > self.config.silence_ns:
                 peer.close()
             elif now - peer.spoke >= self.config.heartbeat_ns:
                 peer.send(m.Beat())
-        for worker in list(self.roster.workers.values()):
-            self._sweep_worker(worker, now)
-        for name, deadline in list(self._ghost_leases.items()):
-            if now >= deadline:
-                del self._ghost_leases[name]
-                if name in self.book.workers:
-                    self._propose(c.Forfeit(name))
+        self.crew.sweep(now)
         if self._snapshot_due(now):
             self.journal.roll()  # type: ignore[attr-defined]
             self._rolled = True
@@ -620,23 +467,6 @@ class BrokerMachine:
             and not self._rolled
             and self.book.applied > self.snapshot_index
         )
-
-    def _sweep_worker(self, worker: RosterWorker, now: Instant) -> None:
-        if worker.quarantined_until and now >= worker.quarantined_until:
-            worker.quarantined_until = 0
-            self.scheduler.freed(worker, self.book)
-        peer = self.peers.get(worker.conn) if worker.conn is not None else None
-        heard = worker.heard if peer is None else peer.heard  # any word is a sign of life
-        if now - heard <= self.config.silence_ns:
-            return
-        if peer is not None:
-            peer.close()
-        worker.conn = None
-        started = [(grant, offset) for grant, offset, _ in worker.running]
-        if worker.id in self.book.workers:
-            self._propose(c.Forfeit(worker.id, started))
-        self._log("warning", "worker.lost", worker=worker.id, held=worker.held(self.book))
-        self.roster.drop(worker)
 
     def _finish_shutdown(self) -> bool:
         """Say goodbye once all is written. What a full disk keeps from being written was promised
@@ -650,28 +480,5 @@ class BrokerMachine:
         self._shutdown = False
         return True
 
-    def _log(self, level: str, event: str, **facts: Any) -> None:
+    def log(self, level: str, event: str, **facts: Any) -> None:
         self._effects.append(Log(level, event, facts))
-
-
-def _first_entry(
-    queue: list[tuple[c.Command, Peer | None, int]],
-) -> list[tuple[c.Command, Peer | None, int]]:
-    """As much of the queue as fits one entry. What came in one message stays together: an ack is
-    confirmed by the entry that holds all of it."""
-    size = start = 0
-    for n, (command, peer, msg_id) in enumerate(queue):
-        if peer is None or n == 0 or queue[n - 1][1:] != (peer, msg_id):
-            start = n
-        size += _size(command)
-        if size > limits.ENTRY_BYTES_MAX and start:
-            return queue[:start]
-    return queue[:]
-
-
-def _size(command: c.Command) -> int:
-    if isinstance(command, c.Submit):
-        return sum(map(len, command.bodies)) + 64 * len(command.ids)
-    if isinstance(command, c.Finish):
-        return sum(map(len, command.outputs)) + 16 * len(command.outputs)
-    return 256

@@ -152,6 +152,8 @@ def _part(run: m.ResultRun, start: int, stop: int) -> m.ResultRun:
 
 def assign_runs(grant: Grant, owned: list[tuple[int, Row]]) -> list[m.AssignRun]:
     """The attempts in runs of neighbours that share a spec and a client, each below a frame."""
+    if _are_one_run(owned):
+        return [_assign_run(grant, owned)]
     runs: list[m.AssignRun] = []
     start, size = 0, 0
     for n, (offset, row) in enumerate(owned):
@@ -172,6 +174,16 @@ def assign_runs(grant: Grant, owned: list[tuple[int, Row]]) -> list[m.AssignRun]
             start, size = n, len(row.body) + _NAME_BYTES  # type: ignore[arg-type]
     runs.append(_assign_run(grant, owned[start:]))
     return runs
+
+
+def _are_one_run(owned: list[tuple[int, Row]]) -> bool:
+    """Whether that is plain at first sight: the usual case, seen without a step for each."""
+    bodies: list[bytes] = [row.body for _, row in owned]  # type: ignore[misc]
+    return (
+        owned[-1][0] - owned[0][0] == len(owned) - 1
+        and len({id(row.origin) for _, row in owned}) == 1
+        and sum(map(len, bodies)) + _NAME_BYTES * len(owned) <= _FRAME_TARGET
+    )
 
 
 def _assign_run(grant: Grant, owned: list[tuple[int, Row]]) -> m.AssignRun:

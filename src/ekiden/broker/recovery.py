@@ -44,6 +44,9 @@ def open_broker(
     machine = BrokerMachine(
         config, journal, book, key=key, broker_id=broker_id, now=now, wall=wall, software=software
     )
+    # Without one, or with one far behind, the next sweep is to take a snapshot: an idle broker that
+    # was killed must not read the same long journal at every start.
+    machine.snapshot_index = recovery.snapshot.index if recovery.snapshot is not None else 0
     return Opened(machine, recovery.torn, recovery.damaged)
 
 

@@ -33,7 +33,7 @@ class Call(Struct, array_like=True, frozen=True):
     args: list[Any] = []
 
 
-class Needs(Struct, array_like=True, frozen=True, order=True):
+class Needs(Struct, array_like=True, frozen=True, order=True, cache_hash=True):
     """What a worker must have to run the job. Resources are integers: cpu in thousandths."""
 
     cpu_milli: int = 0
@@ -42,7 +42,7 @@ class Needs(Struct, array_like=True, frozen=True, order=True):
     """Pairs sorted by name; every one must be among the worker's labels."""
 
 
-class Route(Struct, array_like=True, frozen=True):
+class Route(Struct, array_like=True, frozen=True, cache_hash=True):
     """Where a job waits and who may take it: jobs of one route are alike to the planner."""
 
     subject: str

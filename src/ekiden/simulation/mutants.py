@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
-from ekiden.broker import recovery
+from ekiden.broker import machine, recovery
+from ekiden.broker.crew import Crew
 from ekiden.broker.events import Persisted
 from ekiden.broker.machine import BrokerMachine
 from ekiden.core import commands as c
@@ -65,18 +66,18 @@ def _serve_at_once(broker: SimBroker) -> None:
 # ------------------------------------------------------------------ the machine
 
 
-class _LeaksCredit(BrokerMachine):
+class _LeaksCredit(Crew):
     """Every outcome gives its credit back, also one that had given it back before."""
 
-    def _ack(self, peer: Any, msg_id: int, message: m.Ack, now: Instant) -> None:
-        super()._ack(peer, msg_id, message, now)
+    def ack(self, peer: Any, msg_id: int, message: m.Ack, now: Instant) -> None:
+        super().ack(peer, msg_id, message, now)
         worker = self._worker(peer)
         for run in message.runs:
-            grant = self.book.grants.get(run.grant)
+            grant = self._book.grants.get(run.grant)
             for offset in run.offsets if run.offsets is not None else range(len(run.outputs)):
                 if grant is None or grant.rows[offset].place is not grant:
                     worker.credit += 1
-                    self.scheduler.freed(worker, self.book)
+                    self._scheduler.freed(worker, self._book)
 
 
 class _TimesLeasesByTheWall(BrokerMachine):
@@ -85,6 +86,7 @@ class _TimesLeasesByTheWall(BrokerMachine):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._heard_wall: dict[str, int] = {}
+        self.crew._sweep_worker = self._sweep_worker  # type: ignore[method-assign]
 
     def _received(self, event: Received, now: Instant) -> None:
         super()._received(event, now)
@@ -96,10 +98,10 @@ class _TimesLeasesByTheWall(BrokerMachine):
         peer = self.peers.get(worker.conn) if worker.conn is not None else None
         heard = worker.heard if peer is None else peer.heard
         silent = self.wall(now) - self._heard_wall.get(worker.id, self.wall(now))
-        super()._sweep_worker(worker, max(now, heard + silent))
+        Crew._sweep_worker(self.crew, worker, max(now, heard + silent))
 
 
-class _AssignsOnce(BrokerMachine):
+class _AssignsOnce(Crew):
     """What was sent once counts as received: a worker that comes back is not told again."""
 
     _coming_back = False
@@ -109,9 +111,9 @@ class _AssignsOnce(BrokerMachine):
         super()._reconcile(worker, held)
         self._coming_back = False
 
-    def _send_grant(self, grant: Grant, owned: list[tuple[int, Row]]) -> None:
+    def send_grant(self, grant: Grant, owned: list[tuple[int, Row]]) -> None:
         if not self._coming_back:
-            super()._send_grant(grant, owned)
+            super().send_grant(grant, owned)
 
 
 class _PlansFirst(BrokerMachine):
@@ -225,11 +227,11 @@ MUTANTS: Final[dict[str, list[tuple[Any, str, Any]]]] = {
     "ack-by-job-id-only": [(recovery, "JobBook", _SettlesById), (image, "JobBook", _SettlesById)],
     "dedup-not-in-snapshot": [(recovery, "dump", _dump_open_jobs)],
     "whole-log-over-snapshot": [(recovery, "replay", _replay_everything)],
-    "credit-leaked-on-duplicates": [(recovery, "BrokerMachine", _LeaksCredit)],
+    "credit-leaked-on-duplicates": [(machine, "Crew", _LeaksCredit)],
     "replayed-assign-left-queued": [(recovery, "replay", _replay_without_leases)],
     "wall-clock-for-leases": [(recovery, "BrokerMachine", _TimesLeasesByTheWall)],
     "served-while-recovering": [(SimBroker, "recover", _serve_at_once)],
-    "assign-sent-only-once": [(recovery, "BrokerMachine", _AssignsOnce)],
+    "assign-sent-only-once": [(machine, "Crew", _AssignsOnce)],
     "old-grant-settles-new-attempt": [
         (recovery, "JobBook", _OldGrantSettles),
         (image, "JobBook", _OldGrantSettles),
