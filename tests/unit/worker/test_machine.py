@@ -515,6 +515,16 @@ def test_credit_has_a_ceiling() -> None:
     assert effects[0].frames[1:] == [(0, Credit(CREDIT_MAX))]
 
 
+def test_credit_is_bounded_by_bytes_too() -> None:
+    talk = joined(slots=2)
+    run = msgspec.structs.replace(an_assign(1, 4), bodies=[bytes(1 << 18)] * 4)
+    talk.hear(Assign([run]))
+
+    effects = talk.turn(finished(run, ran_ns=400))
+
+    assert effects[0].frames[1:] == [(0, Credit(256))]  # of 256 KiB each: 64 MiB
+
+
 def test_a_small_change_of_credit_is_not_announced() -> None:
     talk = joined(slots=2)
     talk.hear(Assign([an_assign(1, 100)]))
