@@ -517,7 +517,7 @@ def test_credit_has_a_ceiling() -> None:
 
 def test_credit_is_bounded_by_bytes_too() -> None:
     talk = joined(slots=2)
-    run = msgspec.structs.replace(an_assign(1, 4), bodies=[bytes(1 << 18)] * 4)
+    run = msgspec.structs.replace(an_assign(1, 2), bodies=[bytes(1 << 18)] * 2)
     talk.hear(Assign([run]))
 
     effects = talk.turn(finished(run, ran_ns=400))
