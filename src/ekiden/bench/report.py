@@ -77,7 +77,7 @@ def touch_memory(folder: Path, bytes_wanted: int) -> int:
     A virtual machine gets its memory from the host on first touch, which makes a write to the page
     cache three times as dear; whoever writes first would pay for all. Returns the bytes touched.
     """
-    room = min(psutil.virtual_memory().available, psutil.disk_usage(str(folder)).free) // 4
+    room = min(psutil.virtual_memory().available, psutil.disk_usage(str(folder)).free) // 2
     left = touched = min(bytes_wanted, room)
     path = folder / "memory-probe"
     block = bytes(1 << 20)
