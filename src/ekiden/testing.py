@@ -249,6 +249,9 @@ class _World(BrokerWorld):
     def withdraw(self, addresses: set[str], key: bytes) -> None:
         pass
 
+    def fork(self) -> int:
+        return 0
+
     async def leave(self) -> None:
         await self.network.wait_closed()
 

@@ -365,6 +365,11 @@ class NaiveBook:
             return
         self.totals["retried"] += 1
         self.put(job, front=True)
+        self.watch_again(job)
+
+    def watch_again(self, job: Job) -> None:
+        if job.expires:
+            self.watches.append(Nap(job.expires, self.number(), [job], expires=True))
 
     def note_cause(
         self, job: Job, worker: str, cause: str, message: str, burned: bool,
@@ -395,6 +400,7 @@ class NaiveBook:
             assert base * 8 // 10 <= until - self.time <= base * 12 // 10, job
             job.grant = 0
             self.nap([job], until, self.naps)
+            self.watch_again(job)
 
     def do_cancel(self, command: c.Cancel) -> None:
         tally: tuple[list[str], ...] = ([], [], [], [])

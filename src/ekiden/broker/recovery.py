@@ -51,8 +51,13 @@ def open_broker(
 
 
 def take_snapshot(storage: Storage, upto: Index, group_id: bytes, *, tag: str = "") -> Index:
-    """Replay the previous snapshot and the closed segments after it; write what comes out."""
+    """Replay the previous snapshot and the closed segments after it; write what comes out.
+
+    Nothing is to be done if a sound snapshot reaches `upto` already.
+    """
     recovery = recover_upto(storage, upto)
+    if recovery.snapshot is not None and recovery.snapshot.index >= upto:
+        return recovery.snapshot.index
     book = replay(recovery)
     write_snapshot(storage, book.applied, group_id, dump(book), tag=tag)
     return book.applied

@@ -27,6 +27,7 @@ from ekiden.broker.events import (
     WallClock,
 )  # fmt: skip
 from ekiden.broker.recovery import Opened, open_broker
+from ekiden.broker.twin import fork_twin
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
 from ekiden.errors import Fault, NoSpace, WrongUsage
 from ekiden.journal.journal import Append
@@ -143,6 +144,13 @@ class BrokerWorld:
         for address in addresses:
             withdraw(address, key)
 
+    def fork(self) -> int:
+        """A twin that writes down the book as it is now; 0 if none may be had."""
+        journal = self.machine.journal
+        assert isinstance(journal, LocalJournal)
+        rss = self._process.memory_info().rss
+        return fork_twin(str(self.folder), self.machine.book, journal.group, rss=rss)
+
     # -------------------------------------------------------------- disk
 
     def _append(self, append: Append) -> None:
@@ -187,7 +195,7 @@ class BrokerWorld:
         return due
 
     def _take_snapshot(self, effect: TakeSnapshot) -> None:
-        self._snapshotter = self._task(self._snapshot(effect.upto), "snapshot")
+        self._snapshotter = self._task(self._snapshot(effect.upto, self.fork()), "snapshot")
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """In the background. What it fails with ends the broker: nobody else would hear of it."""
@@ -200,7 +208,10 @@ class BrokerWorld:
         task.add_done_callback(ended)
         return task
 
-    async def _snapshot(self, upto: int) -> None:
+    async def _snapshot(self, upto: int, twin: int) -> None:
+        """Wait for the twin; then a child tidies. It makes the snapshot if the twin has not."""
+        if twin:
+            await asyncio.to_thread(os.waitpid, twin, 0)
         journal = self.machine.journal
         assert isinstance(journal, LocalJournal)
         # Large results lie in the journal alone: it is kept at least as long as they are promised.
@@ -252,7 +263,7 @@ class BrokerWorld:
             journal.roll()
             closed = journal.closed_segments()
             if closed and closed[-1].last > self.machine.snapshot_index:
-                await self._snapshot(closed[-1].last)
+                await self._snapshot(closed[-1].last, self.fork())
         log_effect(Log("info", "broker.stopped", {"index": self.machine.book.applied}))
 
     def _facts(self) -> dict[str, Any]:

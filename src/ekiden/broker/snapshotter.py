@@ -1,8 +1,9 @@
-"""The child process that makes a snapshot: `python -m ekiden.broker.snapshotter`.
+"""The child process after a snapshot: `python -m ekiden.broker.snapshotter`.
 
-It replays closed files only, so it needs no word with the broker and cannot stall it. It has its
-own niceness, does not hold the lock of the folder, and ends when its parent does: its standard
-input is a pipe of the broker's.
+It checks the one that the broker's twin has just written, or makes it itself by replaying closed
+files. Then it compresses and deletes what the snapshot covers. It needs no word with the broker and
+cannot stall it, has its own niceness, does not hold the lock of the folder, and ends when its
+parent does: its standard input is a pipe of the broker's.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from ekiden.world.disk import FolderStorage
 
 
 def main(folder: str, upto: int, group_id: bytes, keep_ns: int, keep_bytes: int) -> int:
-    """Make the snapshot, then compress and delete what it covers. Prints its index."""
+    """See to the snapshot, then compress and delete what it covers. Prints its index."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if hasattr(os, "nice"):
+        # Behind the broker for a core, but not far: a snapshot that starves under a load that never
+        # pauses falls behind it for ever, and the journal grows.
         os.nice(5)
     gc.disable()  # a replay makes millions of objects and no garbage cycles
     storage = FolderStorage(folder)

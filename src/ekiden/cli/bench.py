@@ -70,6 +70,7 @@ def noop(
 ) -> None:
     """Jobs per second, in turns with NATS JetStream and the bare prototype.
 
+    \b
     examples:
       $ ekiden bench noop
       $ ekiden bench noop --modes batch --peers jetstream,packed --json
@@ -178,6 +179,7 @@ def everything(
 ) -> None:
     """Every bench after another: about ten minutes on a machine that does nothing else.
 
+    \b
     examples:
       $ ekiden bench all --write bench/README.md
     """

@@ -576,6 +576,7 @@ class JobBook:
             self.totals.retried += 1
             self._changes.requeued.append(row)
             self._delay(self.time + self._backoff(row.id, len(burned)), [row])
+            self._may_expire_again(row)
             return
         settlement = self._settlement(j.FAILED, grant.worker.id, grant.wall, reason=reason)
         self._end(row, settlement)
@@ -592,6 +593,13 @@ class JobBook:
         self.totals.retried += 1
         self._changes.requeued.append(row)
         self._ready(row, front=front)
+        self._may_expire_again(row)
+
+    def _may_expire_again(self, row: Row) -> None:
+        """Its time may have come while it was leased, when nothing could be done about it."""
+        expires_at = row.origin.expires_at
+        if expires_at:
+            self._watch(Watch(expires_at, self._seq(), [row], expires=True))
 
     # -------------------------------------------------------------- ends
 

@@ -96,7 +96,7 @@ class Join(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """A peer leaves on purpose. A worker that says so keeps its leases until they settle."""
+    """A peer leaves on purpose. What a worker holds then goes to others at once."""
 
     reason: str = ""
 

@@ -187,6 +187,30 @@ def test_a_job_that_runs_when_it_expires_runs_on() -> None:
     assert group.state("j1") == j.DONE
 
 
+@pytest.mark.parametrize("reload", [False, True])
+@pytest.mark.parametrize("way_back", ["retry", "released", "lost"])
+def test_a_job_that_comes_back_after_its_expiry_ends_at_the_next_look(
+    way_back: str, reload: bool
+) -> None:
+    group = Group()
+    group.submit("j1", expires_at=WALL + 10)
+    grant = group.assign()
+    group.clock(WALL + 10)
+
+    match way_back:
+        case "retry":
+            group.fail(grant, 0)
+        case "released":
+            group.release(grant, 0)
+        case "lost":
+            group.forfeit("w1")
+    if reload:
+        group = group.reload()
+    group.clock(WALL + 11)
+
+    assert group.ended("j1")[:2] == (j.CANCELLED, j.EXPIRED)
+
+
 def test_an_expiry_before_the_start_survives_a_snapshot() -> None:
     group = Group()
     group.submit("j1", not_before=WALL + 20, expires_at=WALL + 10)
