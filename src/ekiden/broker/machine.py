@@ -158,7 +158,8 @@ class BrokerMachine:
             self.relay.pass_on(self.peers)
         self.herald.pay()
         halts = self._shutdown and self._finish_shutdown()
-        for peer in self._dirty:
+        # Every write wakes somebody: first those who have work or results to get on with.
+        for peer in sorted(self._dirty, key=Peer.has_receipts_only):
             data = peer.drain()
             if data and peer.conn in self.peers:
                 peer.spoke = now

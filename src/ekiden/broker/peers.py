@@ -115,6 +115,10 @@ class Peer:
         self._grow(size + len(run.spec) + _RUN_BYTES)
         self.assigns.append(run)
 
+    def has_receipts_only(self) -> bool:
+        """Whether it is told nothing this turn but that what it sent is durable."""
+        return not (self.assigns or self.runs or self.ended)
+
     def flush(self) -> None:
         """Close what was gathered into frames."""
         out = self.frames.append

@@ -125,7 +125,7 @@ class Driver:
         """See to it that there is a turn soon, also if nothing happens."""
         if not self._scheduled and not self.failed.done():
             self._scheduled = True
-            self.loop.call_soon(self.turn)
+            self.loop.call_soon(self._turn_if_due)
 
     def turn(self) -> None:
         """Drain the machine once. An exception ends the driver."""
@@ -134,9 +134,12 @@ class Driver:
             return
         began = time.monotonic_ns()
         try:
-            effects = self.machine.advance(began)
-            if effects:
-                self._perform(effects)
+            self._decide(began)
+            if self._scheduled:
+                # An effect had its answer at once, such as a quick sync: somebody waits for what
+                # follows from it. Only once, so that the sockets have their turn too.
+                self._scheduled = False
+                self._decide(time.monotonic_ns())
             self._arm()
         except Exception as error:  # noqa: BLE001 - any bug ends the driver
             self.fail(error)
@@ -166,6 +169,15 @@ class Driver:
         return TurnStats(durations.count, durations.max_ns / 1e6, durations.quantile_ns(0.99) / 1e6)
 
     # -------------------------------------------------------------- inside
+
+    def _turn_if_due(self) -> None:
+        if self._scheduled:
+            self.turn()
+
+    def _decide(self, now: Instant) -> None:
+        effects = self.machine.advance(now)
+        if effects:
+            self._perform(effects)
 
     def _perform_each(self, effects: list[Any]) -> None:
         table = self._table

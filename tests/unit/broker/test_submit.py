@@ -39,7 +39,8 @@ def test_an_assign_shares_the_commit_of_the_submit_and_leaves_only_after_it() ->
     assert w1.heard == []
 
     house.persist()
-    accepted, assigned = house.turn()
+    # The worker first: it has something to get on with, the client only a receipt.
+    assigned, accepted = house.turn()
     assert accepted == Said("ann", [m.Accepted([number])])
     run = m.AssignRun(1, 0, spec_of(), "ann", ["j1", "j2"], [b"j1", b"j2"])
     assert assigned.to == "w1"

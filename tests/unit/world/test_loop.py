@@ -102,16 +102,25 @@ def test_effects_may_go_to_one_function(go: Any) -> None:
     go(main())
 
 
-def test_an_event_fed_while_effects_are_performed_gets_a_turn_of_its_own(go: Any) -> None:
+def test_an_answer_that_comes_at_once_is_decided_on_at_once_but_only_once(go: Any) -> None:
     async def main() -> None:
         machine = Recorder()
         driver = Driver(machine)
-        driver.handle(str, lambda effect: driver.feed(f"echo of {effect}"))
+
+        def echo(effect: str) -> None:
+            if len(effect) < 3:
+                machine.effects = [effect + "!"]
+            driver.feed(f"echo of {effect}")
+
+        driver.handle(str, echo)
         machine.effects = ["x"]
-        driver.wake()
-        await machine.wait_turn()
-        await machine.wait_turn()
+
+        driver.turn()
         assert machine.turns == [[], ["echo of x"]]
+
+        while len(machine.turns) < 4:
+            await machine.wait_turn()
+        assert machine.turns[2:] == [["echo of x!"], ["echo of x!!"]]
 
     go(main())
 
