@@ -27,7 +27,7 @@ from ekiden.broker.events import (
     WallClock,
 )  # fmt: skip
 from ekiden.broker.recovery import Opened, open_broker
-from ekiden.broker.twin import fork_twin
+from ekiden.broker.twin import fork_twin, wait_for_twin
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
 from ekiden.errors import Fault, NoSpace, WrongUsage
 from ekiden.journal.journal import Append
@@ -211,7 +211,7 @@ class BrokerWorld:
     async def _snapshot(self, upto: int, twin: int) -> None:
         """Wait for the twin; then a child tidies. It makes the snapshot if the twin has not."""
         if twin:
-            await asyncio.to_thread(os.waitpid, twin, 0)
+            await asyncio.to_thread(wait_for_twin, twin)
         journal = self.machine.journal
         assert isinstance(journal, LocalJournal)
         # Large results lie in the journal alone: it is kept at least as long as they are promised.

@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 from ekiden.core.book import JobBook
@@ -50,6 +51,14 @@ def fork_twin(folder: str, book: JobBook, group: bytes, *, rss: int) -> int:
         finally:
             os._exit(0)  # whether it went well is seen by the file
     return twin
+
+
+def wait_for_twin(twin: int) -> None:
+    """Return when it has ended."""
+    # Whoever started the broker may have left it with SIGCHLD ignored: then the kernel waits for
+    # us, and says at the end that there is no such child.
+    with suppress(ChildProcessError):
+        os.waitpid(twin, 0)
 
 
 def _write(folder: str, book: JobBook, group: bytes, parent: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux fork
 def written_by_twin(folder: Path, book: JobBook) -> list[str]:
     pid = twin.fork_twin(str(folder), book, GROUP, rss=1 << 20)
     assert pid
-    os.waitpid(pid, 0)
+    twin.wait_for_twin(pid)
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -35,7 +36,7 @@ def test_its_snapshot_is_the_book_of_the_moment_of_the_fork(tmp_path: Path) -> N
     pid = twin.fork_twin(str(tmp_path), book, GROUP, rss=1 << 20)
     house.client().submit("later")
     house.settle()
-    os.waitpid(pid, 0)
+    twin.wait_for_twin(pid)
 
     (snapshot,) = complete_snapshots(FolderStorage(tmp_path))
     assert (snapshot.index, snapshot.group) == (index, GROUP)
@@ -71,6 +72,17 @@ def test_it_lets_go_of_everything_the_broker_has_open(
 
     # Three that lead nowhere, the file it writes to, and what it took to look.
     assert len((tmp_path / "open").read_text().split()) <= 5
+
+
+def test_it_can_be_waited_for_where_ended_children_are_ignored(tmp_path: Path) -> None:
+    house, _ = a_life()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        (name,) = written_by_twin(tmp_path, house.machine.book)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+    assert name.endswith(".snap")
 
 
 def test_one_whose_broker_is_gone_leaves_no_snapshot(
