@@ -22,12 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
-from uuid_utils import uuid7
 
 from ekiden import errors, limits
 from ekiden.client import contract, futures
 from ekiden.client.contract import Asking, Attaching, Leaving, Submitting
 from ekiden.client.futures import JobFuture
+from ekiden.client.ids import IdMaker
 from ekiden.client.machine import ClientMachine
 from ekiden.client.options import (
     JobOptions,
@@ -160,6 +160,7 @@ class Core:
         self._requests: list[Any] = []
         self._subscriptions: dict[int, Subscription] = {}
         self._sids = itertools.count(1)
+        self._ids = IdMaker()
         self._up_waiters: list[Reply] = []
         self._room_waiters: list[Reply] = []
         self._stopped: errors.EkidenError | None = None
@@ -181,7 +182,7 @@ class Core:
             form, payload = make_body(payload, args)
             terms = self._terms.terms(name, form, options)
         if job_id is None:
-            job_id = uuid7().hex
+            job_id = self._ids.one()
         else:
             check_job_id(job_id)
         return self._future_type(self, job_id, payload, terms)
@@ -201,8 +202,9 @@ class Core:
             raise too_large(largest)
         make = self._future_type
         if job_ids is None:
-            return [make(self, uuid7().hex, body, terms) for body in bodies]
-        ids = [check_job_id(job_id) for job_id in job_ids]
+            ids = self._ids.many(len(bodies))
+        else:
+            ids = [check_job_id(job_id) for job_id in job_ids]
         if len(ids) != len(bodies):
             raise errors.WrongUsage(
                 f"{len(ids)} job ids for {len(bodies)} payloads", remedy="give one id per payload"

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from ekiden.core.book import SHARD_SHIFT, JobBook, Totals
+from ekiden.core.book import SHARED_TAIL, JobBook, Totals
 from ekiden.core.commands import Settings
 from ekiden.core.queues import park
 from ekiden.core.rows import (
@@ -323,7 +323,7 @@ class _Reader:
             strict=True,
         ):  # fmt: skip
             row = Row(job_id, ORDINALS[ordinal], body, origins[origin], place, attempt)
-            known[hash(job_id) >> SHARD_SHIFT & mask][job_id] = row
+            known[hash(job_id[:SHARED_TAIL]) & mask][job_id] = row
             append(row)
         for n, kept in columns.kept.items():
             rows[n].body = kept
