@@ -29,7 +29,7 @@ from ekiden.broker.events import (
 from ekiden.broker.recovery import Opened, open_broker
 from ekiden.broker.twin import fork_twin, wait_for_twin
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
-from ekiden.errors import Fault, NoSpace, WrongUsage
+from ekiden.errors import Fault, NoSpace, StorageFault, WrongUsage
 from ekiden.journal.journal import Append
 from ekiden.journal.local import LocalJournal, perform
 from ekiden.limits import NS
@@ -278,9 +278,15 @@ class BrokerWorld:
             "memory_mb": round(self._process.memory_info().rss / (1 << 20), 1),
             "journal": {
                 "segments": sum(".log" in name for name in names),
-                "bytes": sum(self.storage.size(name) for name in names),
+                "bytes": sum(map(self._size, names)),
             },
         }
+
+    def _size(self, name: str) -> int:
+        try:
+            return self.storage.size(name)
+        except StorageFault:  # a child of ours has tidied it away since the folder was listed
+            return 0
 
 
 def _software() -> str:
