@@ -1,6 +1,6 @@
 """A forked twin of the broker writes the book as it stood at that moment.
 
-Replaying a minute of journal costs a third of what carrying it cost. A fork has the book already:
+Replaying a minute of journal costs nearly half of what carrying it cost. A fork has the book already:
 copy-on-write holds it still while the broker goes on. It is a shortcut, never the only way: where a
 fork is not to be had, or the twin dies, `ekiden.broker.snapshotter` finds no snapshot and replays.
 """
