@@ -210,8 +210,8 @@ class BrokerWorld:
 
     async def _snapshot(self, upto: int, twin: int) -> None:
         """Wait for the twin; then a child tidies. It makes the snapshot if the twin has not."""
-        if twin:
-            await asyncio.to_thread(wait_for_twin, twin)
+        if twin and (status := await asyncio.to_thread(wait_for_twin, twin)):
+            log_effect(Log("warning", "snapshot.twin_failed", {"status": status}))
         journal = self.machine.journal
         assert isinstance(journal, LocalJournal)
         # Large results lie in the journal alone: it is kept at least as long as they are promised.

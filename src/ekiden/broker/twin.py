@@ -1,8 +1,9 @@
 """A forked twin of the broker writes the book as it stood at that moment.
 
-Replaying a minute of journal costs nearly half of what carrying it cost. A fork has the book already:
-copy-on-write holds it still while the broker goes on. It is a shortcut, never the only way: where a
-fork is not to be had, or the twin dies, `ekiden.broker.snapshotter` finds no snapshot and replays.
+Replaying a minute of journal costs nearly half of what carrying it cost. A fork has the book
+already: copy-on-write holds it still while the broker goes on. It is a shortcut, never the only
+way: where a fork is not to be had, or the twin dies, `ekiden.broker.snapshotter` finds no snapshot
+and replays.
 """
 
 from __future__ import annotations
@@ -46,19 +47,22 @@ def fork_twin(folder: str, book: JobBook, group: bytes, *, rss: int) -> int:
     except OSError:  # no memory or process to be had now
         return 0
     if not twin:
+        code = 1
         try:
             _write(folder, book, group, parent)
+            code = 0
         finally:
-            os._exit(0)  # whether it went well is seen by the file
+            os._exit(code)
     return twin
 
 
-def wait_for_twin(twin: int) -> None:
-    """Return when it has ended."""
+def wait_for_twin(twin: int) -> int:
+    """Return when it has ended: 0 if nothing is known to have gone wrong."""
     # Whoever started the broker may have left it with SIGCHLD ignored: then the kernel waits for
     # us, and says at the end that there is no such child.
     with suppress(ChildProcessError):
-        os.waitpid(twin, 0)
+        return os.waitpid(twin, 0)[1]
+    return 0
 
 
 def _write(folder: str, book: JobBook, group: bytes, parent: int) -> None:

@@ -15,6 +15,7 @@ from ekiden.broker import twin
 from ekiden.broker.recovery import take_snapshot
 from ekiden.core import image
 from ekiden.core.book import JobBook
+from ekiden.errors import NoSpace
 from ekiden.journal.snapshots import complete_snapshots
 from ekiden.world.disk import FolderStorage
 
@@ -83,6 +84,21 @@ def test_it_can_be_waited_for_where_ended_children_are_ignored(tmp_path: Path) -
         signal.signal(signal.SIGCHLD, before)
 
     assert name.endswith(".snap")
+
+
+def test_one_that_fails_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house, _ = a_life()
+
+    def no_space(*_: object) -> None:
+        raise NoSpace("the disk is full")
+
+    monkeypatch.setattr(FolderStorage, "append", no_space)
+    pid = twin.fork_twin(str(tmp_path), house.machine.book, GROUP, rss=1 << 20)
+
+    assert twin.wait_for_twin(pid) != 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_whose_broker_is_gone_leaves_no_snapshot(
