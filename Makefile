@@ -36,6 +36,7 @@ check: $(READY)  ## style, types, import rules
 	$(RUN)/lint-imports --no-logo
 
 test: check  ## check, then every test (TESTS=tests/unit for some)
+	@bash scripts/tools.sh
 	$(RUN)/pytest -n $(JOBS) --dist loadfile $(TESTS)
 
 format: $(READY)  ## rewrite the code in the house's layout

@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from ekiden.client.aio import AsyncClient, AsyncJobFuture, AsyncSubscription
     from ekiden.client.blocking import BlockingSubscription, Client
     from ekiden.client.core import Message
-    from ekiden.client.futures import JobFuture, JobResult
+    from ekiden.client.executor import Executor
+    from ekiden.client.functions import FunctionFuture, RemoteTraceback
+    from ekiden.client.futures import JobFuture
     from ekiden.client.options import JobOptions
+    from ekiden.client.results import JobResult
     from ekiden.worker.handlers import Job
+    from ekiden.worker.runner import CurrentJob, current_job
     from ekiden.worker.serve import Worker
 
 _HOMES = {
@@ -26,12 +30,17 @@ _HOMES = {
     "AsyncSubscription": "ekiden.client.aio",
     "BlockingSubscription": "ekiden.client.blocking",
     "Client": "ekiden.client.blocking",
+    "CurrentJob": "ekiden.worker.runner",
+    "Executor": "ekiden.client.executor",
+    "FunctionFuture": "ekiden.client.functions",
     "Job": "ekiden.worker.handlers",
     "JobFuture": "ekiden.client.futures",
     "JobOptions": "ekiden.client.options",
-    "JobResult": "ekiden.client.futures",
+    "JobResult": "ekiden.client.results",
     "Message": "ekiden.client.core",
+    "RemoteTraceback": "ekiden.client.functions",
     "Worker": "ekiden.worker.serve",
+    "current_job": "ekiden.worker.runner",
 }
 
 __all__ = [
@@ -40,12 +49,17 @@ __all__ = [
     "AsyncSubscription",
     "BlockingSubscription",
     "Client",
+    "CurrentJob",
+    "Executor",
+    "FunctionFuture",
     "Job",
     "JobFuture",
     "JobOptions",
     "JobResult",
     "Message",
+    "RemoteTraceback",
     "Worker",
+    "current_job",
     "errors",
 ]
 

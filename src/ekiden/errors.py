@@ -64,6 +64,12 @@ class BadId(Refusal):
     code = "bad_id"
 
 
+class BadName(Refusal):
+    """A file name that is not a plain relative one on every system."""
+
+    code = "bad_name"
+
+
 class BadFrame(Refusal):
     """Bytes that are no frame of ours. The connection that sent them is closed."""
 
@@ -106,6 +112,12 @@ class UnknownWorker(Refusal):
     code = "unknown_worker"
 
 
+class UnknownBlob(Refusal):
+    """The broker's store has no bytes of that hash, or has them no longer."""
+
+    code = "unknown_blob"
+
+
 class NotAllowed(Refusal):
     """The identity may not do this."""
 
@@ -122,6 +134,13 @@ class VersionMismatch(Refusal):
     """The peer speaks a protocol, or the folder holds a format, that this release cannot read."""
 
     code = "version"
+
+
+class PythonMismatch(Refusal):
+    """Functions of this Python cannot run on any worker there is: pickles of code fit one minor
+    version only."""
+
+    code = "python_mismatch"
 
 
 class NotLeader(Refusal):
@@ -202,6 +221,12 @@ class CorruptJournal(Fault):
         self.offset = offset
 
 
+class BlobDamaged(Fault):
+    """Bytes that do not match the hash they go by. None of them were kept."""
+
+    code = "blob_damaged"
+
+
 class ResultGone(Fault):
     """The job is done, but its result bytes are past their retention."""
 
@@ -216,6 +241,8 @@ class JobFailed(EkidenError):
     is no other: the cause of the last one, or `poison` for a job that took its workers with it."""
 
     code = "job_failed"
+    detail: bytes = b""
+    """What the last attempt left for the client alone: of a function, its pickled exception."""
 
     def __init__(self, job_id: str, causes: list[dict[str, object]], reason: str = "") -> None:
         self.job_id = job_id

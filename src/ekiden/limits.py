@@ -61,6 +61,14 @@ SUBSCRIPTION_BACKLOG: Final = 10_000
 # One job's payload or result inside a frame; half a frame, so that names and args always fit.
 PAYLOAD_BYTES_MAX: Final = 512 << 10
 
+# A file of a job, or a result, travels inside its frame up to this size; larger ones go by way of
+# the broker's store, so that no journal entry grows by what nobody may ever fetch.
+INLINE_FILE_BYTES: Final = 64 << 10
+
+# What a failed attempt may leave beside its words: room for an exception with some data in it. It
+# stays in the broker's memory for as long as the failure is kept.
+DETAIL_BYTES_MAX: Final = 8 << 10
+
 # Results up to this size stay in the broker's memory; larger ones are read back from the journal.
 RESULT_BYTES_IN_MEMORY: Final = 1024
 
@@ -84,6 +92,41 @@ SLOTS_MAX: Final = 1 << 20
 SUBSCRIPTIONS_PER_CONNECTION: Final = 1000
 PATTERNS_PER_WORKER: Final = 1000
 CONNECTIONS_MAX: Final = 10_000
+
+# ------------------------------------------------------------------ bulk
+
+# One part of a file on the wire: large enough that its overhead does not show, small enough that a
+# job's message behind it on a line of 1 Gbit/s waits 2 ms.
+BLOB_PART_BYTES: Final = 256 << 10
+
+# Parts of one transfer asked for and not yet written: one on the way, one being written, and some
+# slack for either. Of all transfers of a connection together twice as many, so that what lies in
+# front of the ledger's messages, and in memory, does not grow with the number of transfers.
+BLOB_WINDOW_PARTS: Final = 4
+BLOB_CONNECTION_PARTS: Final = 8
+
+# Transfers that a client or a worker has under way; the rest waits. More would only share the line.
+BLOB_TRANSFERS_MAX: Final = 8
+
+# Uploads that a broker pulls at a time, from everybody; with full windows 16 MiB of parts. Offers
+# beyond wait for their turn, up to these bounds, which keep what is remembered of them small.
+BLOB_UPLOADS_PULLED: Final = 16
+BLOB_OFFERS_PER_CONNECTION: Final = 64
+BLOB_OFFERS_MAX: Final = 10_000
+
+# Parts a connection may have asked for, and parts the broker reads at a time for everybody.
+BLOB_PULLS_PER_CONNECTION: Final = 64
+BLOB_READS_MAX: Final = 8
+
+# A larger file is more likely a mistake than an input.
+BLOB_BYTES_MAX: Final = 64 << 30
+
+# An offerer that owes a part for this long has forgotten it, and its place goes to another.
+BLOB_STALL_NS: Final = 60 * NS
+
+# Fetched blobs that a worker keeps in memory, such as the functions it runs: small ones only.
+BLOB_CACHED_BYTES: Final = 1 << 20
+BLOB_CACHE_BYTES: Final = 64 << 20
 
 # ------------------------------------------------------------------ names
 
@@ -132,7 +175,7 @@ QUARANTINE_NS: Final = 60 * NS
 
 # ------------------------------------------------------------------ journal
 
-JOURNAL_VERSION: Final = 1
+JOURNAL_VERSION: Final = 2
 SEGMENT_BYTES: Final = 64 << 20
 SNAPSHOT_INTERVAL_NS: Final = 60 * NS
 KEEP_LOG_NS: Final = 7 * 24 * 3600 * NS

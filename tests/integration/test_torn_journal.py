@@ -134,7 +134,8 @@ def test_a_broker_process_serves_a_cut_journal_and_says_what_it_cut(
 ) -> None:
     ((name, data),) = files.items()
     cut = int(len(data) * share)
-    assert cut not in prints_of(data)
+    # Ids differ from run to run, and so does where records end; a record is longer than a byte.
+    cut += cut in prints_of(data)
     index, _ = prints_of(data)[max(end for end in prints_of(data) if end <= cut)]
     site.data.mkdir(mode=0o700)
     (site.data / name).write_bytes(data[:cut])

@@ -33,7 +33,14 @@ if "EKIDEN_WALK_SEEDS" in os.environ:
 WORKERS = ("w1", "w2", "w3")
 CLIENTS = ("ann", "bob", "cid", "dee")
 SPECS = tuple(
-    j.Spec("n", route, priority=priority, max_attempts=attempts, retry_on=retry_on)
+    j.Spec(
+        "n",
+        route,
+        priority=priority,
+        max_attempts=attempts,
+        retry_on=retry_on,
+        run=("", "night")[attempts % 2],
+    )  # fmt: skip
     for route in (j.Route("a.x"), j.Route("a.y", key="k"), j.Route("a.x", pin="w1"))
     for priority in (0, 5)
     for attempts, retry_on in ((0, None), (2, (j.TIMEOUT, j.WORKER_LOST)), (9, None))

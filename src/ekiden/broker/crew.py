@@ -6,8 +6,8 @@ roster. This is where the two are held against what it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol, TypeAlias
 
 from ekiden import limits
 from ekiden.broker import peers as p
@@ -20,10 +20,23 @@ from ekiden.core.book import JobBook
 from ekiden.core.roster import Roster, RosterWorker
 from ekiden.core.rows import Grant, Row
 from ekiden.core.scheduler import Scheduler
-from ekiden.errors import BadRequest, EkidenError, TooLarge
+from ekiden.errors import BadRequest, EkidenError, QueueFull, TooLarge
 from ekiden.machine import Instant
 from ekiden.model import jobs as j
 from ekiden.wire import messages as m
+from ekiden.wire.frames import encode_frame
+
+# Of stdout and of stderr in one look at a running job: two of them fit a frame with room to spare.
+PEEK_BYTES: Final = 64 << 10
+
+# Progress is kept for who asks about a job, if it is a line and not a page, of so many of a worker.
+PROGRESS_KEPT_BYTES: Final = 1024
+PROGRESS_KEPT_MAX: Final = 10_000
+
+# Looks that wait for a worker's word. Each is a person who watches a job.
+PEEKS_MAX: Final = 1000
+
+Asker: TypeAlias = Callable[[m.Peeked], None]
 
 
 class Broker(Protocol):
@@ -52,6 +65,9 @@ class Crew:
         self._scheduler = broker.scheduler
         self._ghost_leases = dict.fromkeys(broker.book.workers, now + broker.config.rejoin_grace_ns)
         """Workers with leases that have not joined since this broker started → when to give up."""
+        self._peeks: dict[tuple[int, int], Asker] = {}
+        """Who waits for a worker's word, by its connection and the number of the question."""
+        self._last_peek = 0
 
     # -------------------------------------------------------------- what they are told
 
@@ -70,7 +86,34 @@ class Crew:
         if peer is not None:
             peer.send(m.Stop(grant, offsets, why))
 
+    def peek(self, grant: Grant, offset: int, stdout: int, stderr: int, asker: Asker) -> bool:
+        """Ask the worker what the attempt has written so far; the asker is answered when it says.
+        False if the worker is not here."""
+        worker = self._roster.workers.get(grant.worker.id)
+        peer = self._broker.peers.get(worker.conn) if worker is not None and worker.conn else None
+        if peer is None:
+            return False
+        if len(self._peeks) >= PEEKS_MAX:
+            raise QueueFull(
+                f"{PEEKS_MAX:,} looks at running jobs wait for an answer", remedy="ask again later",
+                retry_after_s=1,
+            )  # fmt: skip
+        self._last_peek += 1
+        self._peeks[peer.conn, self._last_peek] = asker
+        question = m.Peek(grant.number, offset, stdout, stderr, PEEK_BYTES)
+        peer.send_frame(encode_frame(question, self._last_peek))
+        return True
+
     # -------------------------------------------------------------- what they say
+
+    def peeked(self, peer: Peer, number: int, message: m.Peeked) -> None:
+        """What an attempt has written, for whoever asked."""
+        self._worker(peer)
+        asker = self._peeks.pop((peer.conn, number), None)
+        if asker is not None:
+            if max(len(message.stdout), len(message.stderr)) > PEEK_BYTES:
+                raise TooLarge("more of an output than was asked for", remedy="obey the limit")
+            asker(message)
 
     def _worker(self, peer: Peer) -> RosterWorker:
         worker = self._roster.workers.get(peer.id) if peer.role == m.ROLE_WORKER else None
@@ -157,9 +200,14 @@ class Crew:
         if grant is None or grant.worker.id != worker.id:
             return
         for offset, cause in zip(command.offsets, command.causes, strict=True):
-            if cause == j.CANCEL_CONFIRMED or not 0 <= offset < len(grant.rows):
+            # A worker that says that attempts were lost lives: its keeper died under all it ran at
+            # once. Whether the next one lasts is waited for there.
+            if cause in (j.CANCEL_CONFIRMED, j.WORKER_LOST) or not 0 <= offset < len(grant.rows):
                 continue
             row = grant.rows[offset]
+            retry_on = row.origin.spec.retry_on
+            if cause not in j.RETRY_ON_DEFAULT or (retry_on is not None and cause not in retry_on):
+                continue  # the job's own answer: another worker would say the same
             if row.place is grant and self._roster.failed(worker, row.id, now):
                 self._broker.log("warning", "worker.quarantined", worker=worker.id,
                           failures=limits.QUARANTINE_FAILURES)  # fmt: skip
@@ -170,6 +218,9 @@ class Crew:
         worker.heard = now
         worker.load = message.load
         worker.running = message.running
+        if worker.progress:
+            runs = {(number, offset) for number, offset, _ in message.running}
+            worker.progress = {at: note for at, note in worker.progress.items() if at in runs}
         for number, offset, elapsed_ms in message.running:
             grant = self._book.grants.get(number)
             if grant is None or not 0 <= offset < len(grant.rows):
@@ -196,6 +247,8 @@ class Crew:
         ):
             return
         row = grant.rows[message.offset]
+        if len(message.body) <= PROGRESS_KEPT_BYTES and len(worker.progress) < PROGRESS_KEPT_MAX:
+            worker.progress[message.grant, message.offset] = message.body
         listener = self._broker.herald.session(row.origin.session)
         if row.place is grant and listener is not None:
             listener.send(m.JobProgress(row.id, row.attempt, message.body))
@@ -211,6 +264,8 @@ class Crew:
 
     def left(self, peer: Peer, now: Instant) -> None:
         """Its connection is gone. It keeps its leases until it has been silent for too long."""
+        for key in [key for key in self._peeks if key[0] == peer.conn]:
+            self._peeks.pop(key)(m.Peeked(False))
         worker = self._roster.workers.get(peer.id)
         if worker is not None and worker.conn == peer.conn:
             worker.conn = None

@@ -16,8 +16,9 @@ from ekiden.core import commands as c
 from ekiden.core.book import JobBook
 from ekiden.core.effects import Tally
 from ekiden.core.queues import Lane
-from ekiden.core.roster import Roster
+from ekiden.core.roster import Roster, RosterWorker
 from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
+from ekiden.core.runs import RunTally
 from ekiden.core.scheduler import Scheduler
 from ekiden.core.subjects import check_pattern, match
 from ekiden.errors import BadRequest, TooLarge, UnknownJob, UnknownWorker
@@ -72,6 +73,8 @@ class Desk:
             "stats": self._stats,
             "jobs": self._jobs,
             "job": self._job,
+            "runs": self._runs,
+            "logs": self._logs,
             "workers": self._workers,
             "cancel": self._change,
             "replay": self._change,
@@ -275,15 +278,10 @@ class Desk:
         return line
 
     def _job(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
-        job_id = str(params.get("id", ""))
-        row = self._machine.book.find(job_id)
-        if row is None:
-            raise UnknownJob(
-                f"no job {job_id[:128]!r} in group {self._machine.config.group!r} "
-                "(finished jobs are kept 7 days)",
-                remedy="list with: ekiden jobs list",
-            )
+        row = self._known(str(params.get("id", "")))
         line = self._line(row)
+        line["form"] = row.origin.spec.form
+        line["shared"] = row.origin.spec.shared
         line["causes"] = [
             {
                 "attempt": past.attempt,
@@ -292,17 +290,71 @@ class Desk:
                 "message": past.message,
                 "time": past.time,
                 "burned": past.burned,
+                **_usage(past.note),
             }  # fmt: skip
             for past in row.history or ()
         ]
-        note = row.note
-        line["exit_code"] = note.exit_code if note else 0
-        line["ran_s"] = note.ran_ns / NS if note else None
+        line |= {"exit_code": 0, "ran_s": None, "cpu_s": None, "peak_mb": None} | _usage(row.note)
         size = row.body.size if isinstance(row.body, Kept) else len(row.body or b"")
         done = line["state"] == j.DONE
         line["output_bytes" if done else "input_bytes"] = size
+        line["progress"] = self._progress(row)
         line["why"] = self._why(row, now)
         return line
+
+    def _progress(self, row: Row) -> bytes | None:
+        """The last that a running job said of itself."""
+        grant = row.place
+        if not isinstance(grant, Grant):
+            return None
+        worker = self._machine.roster.workers.get(grant.worker.id)
+        if worker is None or not worker.progress:
+            return None
+        return worker.progress.get((grant.number, grant.rows.index(row)))
+
+    def _logs(self, peer: Peer, msg_id: int, params: dict[str, Any], now: Instant) -> Any:
+        """What a job that runs has written since the positions given. Of a job that does not run
+        there is nothing here: its result or its causes have it."""
+        row = self._known(str(params.get("id", "")))
+        state = {"id": row.id, "state": self._state(row), "attempt": row.attempt}
+        nothing = {**state, "known": False, "stdout": b"", "stderr": b""}
+        grant = row.place
+        if not isinstance(grant, Grant):
+            return nothing
+        stdout, stderr = (max(0, int(params.get(name, 0))) for name in ("stdout", "stderr"))
+
+        def answer(seen: m.Peeked) -> None:
+            body = {**state, "known": seen.known, "stdout": seen.stdout, "stderr": seen.stderr}
+            peer.send(m.Answer(body), msg_id)
+
+        asked = self._machine.crew.peek(grant, grant.rows.index(row), stdout, stderr, answer)
+        return None if asked else nothing
+
+    def _known(self, job_id: str) -> Row:
+        row = self._machine.book.find(job_id)
+        if row is None:
+            raise UnknownJob(
+                f"no job {job_id[:128]!r} in group {self._machine.config.group!r} "
+                "(finished jobs are kept 7 days)",
+                remedy="list with: ekiden jobs list",
+            )
+        return row
+
+    def _runs(self, _: Peer, __: int, params: dict[str, Any], now: Instant) -> Any:
+        """Runs, the newest first; or the one that is named."""
+        tallies = self._machine.book.runs.tallies
+        name = params.get("name")
+        if name is not None:
+            found = tallies.get(name)
+            if found is None:
+                raise UnknownJob(
+                    f"no run {str(name)[:128]!r} is known", remedy="list with: ekiden runs list"
+                )
+            return {"runs": [_run_line(name, found)], "more": False}
+        limit = max(1, min(int(params.get("limit", 100)), LIST_MAX))
+        newest = sorted(tallies.items(), key=lambda item: (-item[1].first, item[0]))
+        lines = [_run_line(*item) for item in newest[:limit]]
+        return {"runs": lines, "more": len(newest) > limit}
 
     def _why(self, row: Row, now: Instant) -> str:
         """Why the job is where it is, in one sentence."""
@@ -326,10 +378,23 @@ class Desk:
         if not able:
             return "no connected worker takes its subject and has what it needs"
         ahead = place.queue.ready - 1
+        paused = [worker for worker in able if worker.quarantined_until or worker.draining]
+        if len(paused) == len(able):
+            return self._why_paused(paused[0], now)
         busy = sum(worker.held(machine.book) for worker in able)
         return (
-            f"{len(able)} worker(s) may take it and hold {busy} attempts; "
-            f"{ahead} other job(s) wait on the same route"
+            f"{_counted(len(able), 'worker')} can run it, busy with {_counted(busy, 'job')}; "
+            f"{ahead:,} more in the same queue"
+        )
+
+    def _why_paused(self, worker: RosterWorker, now: Instant) -> str:
+        resume = f"ekiden workers resume {worker.id}"
+        if worker.draining:
+            return f"worker {worker.id!r} could run it but was told to take no more ({resume})"
+        left = (worker.quarantined_until - now) / NS
+        return (
+            f"worker {worker.id!r} could run it but is paused for {max(left, 0):.0f} s, after "
+            f"{limits.QUARANTINE_FAILURES} failures in a row ({resume})"
         )
 
     # -------------------------------------------------------------- changes
@@ -472,6 +537,35 @@ class Desk:
         ]
         known = [time for time in times if time is not None]
         return (self._machine.time(now) - min(known)) / NS if known else 0.0
+
+
+def _usage(note: j.Note | None) -> dict[str, Any]:
+    """What the run took, as far as the worker measured it."""
+    if note is None:
+        return {}
+    return {
+        "exit_code": note.exit_code,
+        "ran_s": note.ran_ns / NS,
+        "cpu_s": note.cpu_ns / NS,
+        "peak_mb": note.peak_kb / 1024,
+    }
+
+
+def _run_line(name: str, tally: RunTally) -> dict[str, Any]:
+    return {
+        "name": name,
+        "client": tally.client,
+        "submitted": tally.first,
+        "total": tally.total,
+        "open": tally.open,
+        "done": tally.done,
+        "failed": tally.failed,
+        "cancelled": tally.cancelled,
+    }
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _brief(row: Row) -> dict[str, Any]:

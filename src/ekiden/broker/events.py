@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ekiden.errors import EkidenError
 from ekiden.model.jobs import Index, WallTime
 
 
@@ -50,3 +51,56 @@ class TakeSnapshot(Struct, frozen=True):
 
 class Halt(Struct, frozen=True):
     """Effect: all is written and told; the process may end with code 0."""
+
+
+# ------------------------------------------------------------------ blobs
+
+
+class BeginBlob(Struct, frozen=True):
+    """Effect: an upload of `size` bytes begins, unless the blob is there. `UploadMoved` answers."""
+
+    upload: int
+    blob: str
+    size: int
+
+
+class WriteBlob(Struct, frozen=True):
+    """Effect: the next bytes of an upload. After the last of them the whole is verified, made
+    durable and given its name. `UploadMoved` answers."""
+
+    upload: int
+    data: bytes
+
+
+class DropBlob(Struct, frozen=True):
+    """Effect: nothing more will come of this upload; leave nothing of it. No answer."""
+
+    upload: int
+
+
+class ReadBlob(Struct, frozen=True):
+    """Effect: `BlobRead` answers with these bytes."""
+
+    read: int
+    blob: str
+    offset: int
+    length: int
+
+
+class UploadMoved(Struct, frozen=True):
+    """`upto` bytes of an upload are written; `stored`: all of it is durable under its name. After
+    an `error` nothing is left of it."""
+
+    upload: int
+    upto: int = 0
+    stored: bool = False
+    error: EkidenError | None = None
+
+
+class BlobRead(Struct, frozen=True):
+    """Bytes of a blob of `size` bytes in all, or why there are none."""
+
+    read: int
+    data: bytes = b""
+    size: int = 0
+    error: EkidenError | None = None

@@ -18,7 +18,7 @@ from ekiden.core.book import JobBook
 from ekiden.core.subjects import check_pattern, check_subject
 from ekiden.errors import BadRequest, DiskFull, Draining, QueueFull, Refusal, TooLarge
 from ekiden.model import ids
-from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Route, Spec
+from ekiden.model.jobs import CAUSES, FORMS, Route, Spec
 from ekiden.wire import messages as m
 
 # All ids of a batch in one go: a tenth of the cost of one match per id.
@@ -164,6 +164,8 @@ def _settle_run(worker: str, run: m.AckRun) -> list[c.Command]:
         bad = [f.cause for f in run.failures if f.cause not in CAUSES]
         if bad:
             raise BadRequest(f"unknown cause {ids.shown(bad[0])} of a failure")
+        if max(len(f.detail) for f in run.failures) > limits.DETAIL_BYTES_MAX:
+            raise TooLarge("a failure with more detail than is kept", remedy="send its words only")
         found.append(
             c.Fail(
                 worker,
@@ -172,6 +174,7 @@ def _settle_run(worker: str, run: m.AckRun) -> list[c.Command]:
                 [f.cause for f in run.failures],
                 [f.message[: limits.ERROR_TEXT_MAX] for f in run.failures],
                 {f.offset: f.note for f in run.failures if f.note is not None},
+                {f.offset: f.detail for f in run.failures if f.detail},
             )
         )
     if run.released:
@@ -203,7 +206,7 @@ def _check_spec(raw: bytes) -> Spec:
             "max_attempts or timeout out of range",
             remedy=f"use up to {limits.MAX_ATTEMPTS_BOUND:,} attempts, and times counted forwards",
         )
-    if spec.form not in (FORM_PLAIN, FORM_CALL):
+    if spec.form not in FORMS:
         raise BadRequest(
             f"unknown form {spec.form} of a body",
             remedy="the peer may be newer: upgrade the broker",

@@ -18,18 +18,21 @@ from ekiden.broker.crew import Crew
 from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
     AppendFailed,
+    BlobRead,
     DiskSpace,
     Halt,
     Persisted,
     Shutdown,
     SnapshotTaken,
     TakeSnapshot,
+    UploadMoved,
     WallClock,
 )  # fmt: skip
 from ekiden.broker.herald import Herald
 from ekiden.broker.intake import Intake, refused
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
+from ekiden.broker.store import Store
 from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
 from ekiden.core.book import JobBook
@@ -81,6 +84,7 @@ class BrokerMachine:
         self.scheduler = Scheduler(self.roster, config.policies)
         self.intake = Intake(config, book)
         self.relay = Relay()
+        self.store = Store(config, self.intake)
         self.peers: dict[int, Peer] = {}
         self.broker_id = broker_id
         self.software = software
@@ -131,6 +135,8 @@ class BrokerMachine:
                 peer = self.peers.get(event.conn)
                 if peer is not None:
                     self.herald.congestion(peer, event)
+            case UploadMoved() | BlobRead():
+                self.store.receive(event, now)
             case WallClock():
                 self._wall, self._wall_at = event.wall, now
             case DiskSpace():
@@ -157,6 +163,7 @@ class BrokerMachine:
         if self.relay.waiting:
             self.relay.pass_on(self.peers)
         self.herald.pay()
+        self._effects += self.store.advance(now)
         halts = self._shutdown and self._finish_shutdown()
         # Every write wakes somebody: first those who have work or results to get on with.
         for peer in sorted(self._dirty, key=Peer.has_receipts_only):
@@ -347,6 +354,7 @@ class BrokerMachine:
     def _left(self, peer: Peer, now: Instant) -> None:
         self.relay.leave(peer)
         self.herald.left(peer)
+        self.store.left(peer)
         if peer.role == m.ROLE_WORKER:
             self.crew.left(peer, now)
 
@@ -415,6 +423,10 @@ class BrokerMachine:
                 self.relay.unsubscribe(peer, message.sid)
             case m.Progress():
                 self.crew.progress(peer, message)
+            case m.Peeked():
+                self.crew.peeked(peer, frame.corr_id, message)
+            case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.Refusal():
+                self.store.heard(peer, frame, message, now)
             case m.Bye():
                 self.crew.bye(peer)
                 peer.close()
@@ -457,6 +469,7 @@ class BrokerMachine:
             elif now - peer.spoke >= self.config.heartbeat_ns:
                 peer.send(m.Beat())
         self.crew.sweep(now)
+        self.store.sweep(now)
         if self._snapshot_due(now):
             self.journal.roll()  # type: ignore[attr-defined]
             self._rolled = True

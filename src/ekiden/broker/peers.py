@@ -106,7 +106,9 @@ class Peer:
     def end(self, ended: m.Ended) -> None:
         """A job that ended without a result."""
         # A character may take four bytes.
-        self._grow(sum(4 * len(c.message) + 250 for c in ended.causes) + _NAME_BYTES)
+        self._grow(
+            sum(4 * len(c.message) + len(c.detail) + 250 for c in ended.causes) + _NAME_BYTES
+        )
         self.ended.append(ended)
 
     def assign(self, run: m.AssignRun) -> None:

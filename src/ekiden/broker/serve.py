@@ -27,6 +27,7 @@ from ekiden.broker.events import (
     WallClock,
 )  # fmt: skip
 from ekiden.broker.recovery import Opened, open_broker
+from ekiden.broker.storekeeper import Storekeeper
 from ekiden.broker.twin import fork_twin, wait_for_twin
 from ekiden.config import SYNC_ALWAYS, SYNC_INTERVAL, BrokerConfig
 from ekiden.errors import Fault, NoSpace, StorageFault, WrongUsage
@@ -36,6 +37,7 @@ from ekiden.limits import NS
 from ekiden.machine import Log
 from ekiden.observe.logs import log_effect
 from ekiden.world.addresses import join_address
+from ekiden.world.blobs import BlobFolder
 from ekiden.world.disk import FolderStorage
 from ekiden.world.keys import make_broker_key, publish_key, withdraw
 from ekiden.world.loop import Driver
@@ -72,6 +74,10 @@ class BrokerWorld:
             (Halt, lambda _: self.halted.set()),
         ):  # fmt: skip
             driver.handle(kind, handler)
+        blobs = BlobFolder(self.folder / "blobs", sync=self.config.sync == SYNC_ALWAYS)
+        # Twice as long as results are kept: an input waits with its job before there is a result.
+        unused_s = 2 * self.config.retention_ns / NS
+        self._storekeeper = storekeeper = Storekeeper(driver, blobs, unused_s=unused_s)
         for said in [*opened.torn, *opened.damaged]:
             log_effect(Log("warning", "journal.recovered", {"cut": said}))
         self.network = network = Network(driver)
@@ -94,6 +100,7 @@ class BrokerWorld:
             )  # fmt: skip
         )
         ticking = self._task(self._tick(), "clock")
+        tidying = self._task(storekeeper.keep_house(), "blobs")
         self._on_signals()
         try:
             if self.config.on_ready is not None:
@@ -107,6 +114,8 @@ class BrokerWorld:
             await self.leave()
         finally:
             ticking.cancel()
+            tidying.cancel()
+            storekeeper.close()
             if self._snapshotter is not None:
                 self._snapshotter.cancel()
             network.stop_listening()
@@ -280,6 +289,7 @@ class BrokerWorld:
                 "segments": sum(".log" in name for name in names),
                 "bytes": sum(map(self._size, names)),
             },
+            "blobs": self._storekeeper.facts(),
         }
 
     def _size(self, name: str) -> int:

@@ -31,6 +31,13 @@ Folder: TypeAlias = Annotated[
     ),
 ]
 
+Rounds: TypeAlias = Annotated[
+    int, typer.Option("--rounds", min=1, help="How often each has its turn.")
+]
+RoundSeconds: TypeAlias = Annotated[
+    float, typer.Option("--seconds", min=0.1, help="Length of a round.")
+]
+
 
 def _measure(bench: Callable[[], dict[str, Any]], as_json: bool) -> None:
     """Run a bench and print its report; one that cannot run here ends with `UNREACHABLE`."""
@@ -166,9 +173,50 @@ def idle(
     _measure(lambda: bench.run(seconds=seconds, folder=folder), as_json)
 
 
+@app.command()
+def program(
+    rounds: Rounds = 5, seconds: RoundSeconds = 2.0, folder: Folder = None, as_json: Json = False
+) -> None:
+    """Programs per second by `xargs`, time to start one, and uneven ones by the ideal."""
+    from ekiden.bench import work as bench
+
+    _measure(
+        lambda: bench.program(rounds=rounds, seconds=seconds, folder=folder, tell=output.say),
+        as_json,
+    )
+
+
+@app.command()
+def function(
+    rounds: Rounds = 5, seconds: RoundSeconds = 2.0, folder: Folder = None, as_json: Json = False
+) -> None:
+    """Python functions per second, in turns with ProcessPoolExecutor."""
+    from ekiden.bench import work as bench
+
+    _measure(
+        lambda: bench.function(rounds=rounds, seconds=seconds, folder=folder, tell=output.say),
+        as_json,
+    )
+
+
+@app.command()
+def service(
+    rounds: Rounds = 5, seconds: RoundSeconds = 2.0, folder: Folder = None, as_json: Json = False
+) -> None:
+    """Lines per second through a warm service."""
+    from ekiden.bench import work as bench
+
+    _measure(
+        lambda: bench.service(rounds=rounds, seconds=seconds, folder=folder, tell=output.say),
+        as_json,
+    )
+
+
 @app.command("all")
 def everything(
-    only: Annotated[str, typer.Option(help="Of these.")] = "noop,latency,recovery,scale,idle,soak",
+    only: Annotated[str, typer.Option(help="Of these.")] = (
+        "noop,latency,program,function,service,recovery,scale,idle,soak"
+    ),
     soak_seconds: Annotated[float, typer.Option(min=10.0, help="How long to soak.")] = 300.0,
     write: Annotated[
         Path | None,

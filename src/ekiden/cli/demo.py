@@ -55,6 +55,14 @@ def sha256(job):
 '''
 
 
+BOOKS: Final = 8
+SCRIPT: Final = """\
+#!/bin/sh
+# The value of a book of deals: the sum of its second column, also as a file.
+awk -F, '{ sum += $2 } END { print sum }' "$1" | tee value.txt
+"""
+
+
 class DemoFailed(Exception):
     """Something did not go as it must."""
 
@@ -68,6 +76,11 @@ class Grid:
             self.port = int(probe.getsockname()[1])
         self.folder = folder
         (folder / "prices.py").write_text(HANDLERS)
+        (folder / "value.sh").write_text(SCRIPT)
+        (folder / "value.sh").chmod(0o755)
+        for number in range(1, BOOKS + 1):
+            lines = "".join(f"deal{n},{n * number}\n" for n in range(100))
+            (folder / f"book{number}.csv").write_text(lines)
         # Python in this process speaks to the same grid as the commands.
         os.environ |= {
             "EKIDEN_STATE": str(folder / "state"),
@@ -146,7 +159,8 @@ def _show(grid: Grid) -> None:
     _headline("A grid on this machine: a broker, and a worker with these handlers")
     print("\n".join(f"    {line}" for line in HANDLERS.splitlines()[2:]))
     grid.start_broker()
-    grid.start("worker", "ekiden worker --slots 2 --handlers prices.py")
+    offers = "--handlers prices.py --allow-any-program --functions"
+    grid.start("worker", f"ekiden worker --slots 2 {offers}")
     _wait_for_worker()
 
     _headline("A job from the command line")
@@ -159,6 +173,13 @@ def _show(grid: Grid) -> None:
 
     _headline(f"{DIGESTS:,} small jobs, each on disk before it is accepted, every result checked")
     _digest()
+
+    _headline("A program of yours over your files: both travel, what it writes comes back")
+    print("\n".join(f"    {line}" for line in SCRIPT.splitlines()))
+    _run_script(grid)
+
+    _headline("A Python function, as with a ProcessPoolExecutor")
+    _call()
 
     _headline("A job that cannot work: tried again, then a dead letter with its causes")
     bad = '{"spot": 100, "strike": -1, "vol": 0.2, "years": 1}'
@@ -263,6 +284,28 @@ def _digest() -> None:
     spent = time.perf_counter() - begun
     _check(outputs, inputs)
     print(f"{DIGESTS:,} of {DIGESTS:,} digests are right, in {spent:.1f} s")
+
+
+def _run_script(grid: Grid) -> None:
+    books = " ".join(f"book{number}.csv" for number in range(1, BOOKS + 1))
+    grid.run(f"ekiden run --quiet --keep-order --out out ./value.sh ::: {books}")
+    for number in range(1, BOOKS + 1):
+        saved = grid.folder / "out" / f"book{number}.csv" / "value.txt"
+        if int(saved.read_text()) != number * 4950:
+            raise DemoFailed(f"{saved} says {saved.read_text()!r}")
+    print(f"… and out/book1.csv/value.txt to out/book{BOOKS}.csv/value.txt are right")
+
+
+def _call() -> None:
+    import ekiden
+
+    print(">>> with ekiden.Executor() as pool:")
+    print("...     digits = list(pool.map(lambda n: len(str(math.factorial(n))), range(1000)))")
+    with ekiden.Executor() as pool:
+        digits = list(pool.map(lambda n: len(str(math.factorial(n))), range(1000)))
+    if digits != [len(str(math.factorial(n))) for n in range(1000)]:
+        raise DemoFailed("a function came back with another value")
+    print(f"999! has {digits[-1]:,} digits; all 1,000 are right")
 
 
 def _check(outputs: list[str], inputs: list[bytes]) -> None:

@@ -139,6 +139,7 @@ def show_command(
 def show_job(job_id: str, *, connect: str, key_file: Any, as_json: bool) -> None:
     """Print all that is known of one job."""
     job = options.ask(connect, key_file, "job", id=job_id)
+    del job["shared"], job["form"]  # for clients that take up a run, not for people
     if as_json:
         output.emit(job)
         return
@@ -149,10 +150,28 @@ def show_job(job_id: str, *, connect: str, key_file: Any, as_json: bool) -> None
         what = f"{cause['cause']} on {cause['worker']}, {when}"
         print(f"\nattempt {cause['attempt']}{burned}: {what}")
         output.print_lines(cause["message"], indent="  ")
+        if usage := _usage(cause):
+            print(f"  ({usage})")
     if job["state"] == "failed":
         output.say(f"\ntry it again with: ekiden dlq replay {job['id']}")
     elif job["state"] == "done":
         output.say(f"\nits output: ekiden wait {job['id']}")
+
+
+def _usage(run: dict[str, Any]) -> str:
+    """What a run took, as far as it was measured."""
+    if not run.get("ran_s"):
+        return ""
+    parts = [f"ran {run['ran_s']:.3g} s"]
+    if run["cpu_s"]:
+        parts.append(f"CPU {run['cpu_s']:.3g} s")
+    if run["peak_mb"]:
+        parts.append(f"memory {run['peak_mb']:.0f} MB")
+    return ", ".join(parts)
+
+
+def _progress(body: bytes | None) -> str | None:
+    return None if body is None else body.decode("utf-8", "replace")
 
 
 def _facts(job: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -172,7 +191,9 @@ def _facts(job: dict[str, Any]) -> list[tuple[str, Any]]:
         ("attempt", job["attempt"] or None),
         ("replayed", f"{job['generation']} times" if job["generation"] else None),
         ("worker", job["worker"]),
+        ("progress", _progress(job["progress"])),
         ("exit code", job["exit_code"] or None),
+        ("usage", _usage(job) or None),
         ("input", None if bytes_in is None else output.size(bytes_in)),
         ("output", None if bytes_out is None else output.size(bytes_out)),
         ("submitted", output.clock(job["submitted"], exact=True)),

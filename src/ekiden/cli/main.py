@@ -16,8 +16,11 @@ from ekiden.cli import (
     dlq,
     jobs,
     log,
+    logs,
     output,
     pubsub,
+    run,
+    runs,
     stats,
     submit,
     up,
@@ -29,8 +32,8 @@ from ekiden.errors import EkidenError, WrongUsage
 
 SECTIONS: Final = {
     "Start": ("up", "broker", "leader", "worker"),
-    "Work": ("submit", "wait", "pub", "sub"),
-    "Look after": ("stats", "jobs", "dlq", "workers", "log"),
+    "Work": ("run", "attach", "submit", "wait", "pub", "sub"),
+    "Look after": ("stats", "runs", "jobs", "logs", "dlq", "workers", "log"),
     "More": ("bench", "version"),
 }
 
@@ -64,19 +67,23 @@ app = typer.Typer(
 )
 
 
-def _add(name: str, command: Command) -> None:
-    app.command(name, epilog=output.EXIT_CODES)(command)
+def _add(name: str, command: Command, **settings: Any) -> None:
+    app.command(name, epilog=output.EXIT_CODES, context_settings=settings)(command)
 
 
 _add("up", up.up)
 _add("broker", broker.broker)
 _add("leader", broker.leader)
 _add("worker", worker.worker)
+_add("run", run.run, allow_interspersed_args=False)  # what follows PROGRAM is the program's
+_add("attach", run.attach)
 _add("submit", submit.submit)
 _add("wait", submit.wait)
 _add("pub", pubsub.pub)
 _add("sub", pubsub.sub)
 _add("stats", stats.stats)
+_add("logs", logs.logs)
+app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(workers.app, name="workers")

@@ -66,6 +66,7 @@ def print_stats(stats: dict[str, Any]) -> None:
             ("workers", _counts(crew, ("connected", "draining", "quarantined", "slots", "credit"))),
             ("clients", stats.get("clients")),
             ("journal", _journal(journal)),
+            ("store", _store(stats.get("blobs", {}))),
             ("loop", _turns(loop)),
             ("memory", f"{stats.get('memory_mb', 0):,.0f} MB"),
         ]
@@ -89,6 +90,13 @@ def print_stats(stats: dict[str, Any]) -> None:
 
 def _counts(values: dict[str, Any], names: tuple[str, ...]) -> str:
     return " · ".join(f"{values.get(name, 0):,} {name}" for name in names if name in values)
+
+
+def _store(blobs: dict[str, Any]) -> str | None:
+    """Files by hash; nothing is said of a store that was never used."""
+    if not blobs.get("count"):
+        return None
+    return f"{output.count(blobs['count'], 'file')}, {output.size(blobs['bytes'])}"
 
 
 def _journal(journal: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ekiden.cli import options, output
 from ekiden.cli.broker import PORT, Data, Level, LogLevel, Port, data_folder, run_broker
-from ekiden.cli.worker import HandlersReference, Slots
+from ekiden.cli.worker import Config, Execs, HandlersReference, Services, Slots
 
 RESTART_FIRST_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
@@ -24,6 +24,9 @@ def up(
     port: Port = PORT,
     data: Data = None,
     handlers: HandlersReference = "",
+    execs: Execs = None,
+    services: Services = None,
+    worker_config: Config = None,
     log_level: Level = LogLevel.WARNING,
     as_json: options.Json = False,
 ) -> int:
@@ -31,6 +34,9 @@ def up(
 
     It says how to connect and stays in the foreground; Ctrl-C lets running jobs finish and ends
     both. What was accepted is there again when it is started the next time.
+
+    Its worker runs any program and any Python function: only this account can submit, because the
+    broker listens on this machine alone and asks for a key that only this account can read.
 
     \b
     examples:
@@ -42,7 +48,12 @@ def up(
     from ekiden.config import BrokerConfig
 
     folder = data or data_folder(port)
-    crew = _Sidecar(slots or os.cpu_count() or 1, handlers, log_level, as_json)
+    offers = [f"--handlers={handlers}"] if handlers else ["--builtin"]
+    offers += ["--functions", "--allow-any-program"]
+    offers += [f"--exec={each}" for each in execs or ()]
+    offers += [f"--service={each}" for each in services or ()]
+    offers += [f"--config={worker_config}"] if worker_config is not None else []
+    crew = _Sidecar(slots or os.cpu_count() or 1, offers, log_level, as_json)
 
     class World(BrokerWorld):
         """Stops the worker first, while there is still a broker to take its last results."""
@@ -80,8 +91,8 @@ def _announce(port: int, slots: int, folder: str, *, as_json: bool) -> None:
     if port != PORT:
         lines.append(f"  first    export EKIDEN_CONNECT={address}")
     lines += [
-        "  submit   ekiden submit --wait echo --payload hello",
-        "  python   ekiden.Client().submit('echo', payload='hello').result()",
+        "  run      ekiden run wc -c ::: *.txt",
+        "  python   ekiden.Executor().map(math.factorial, range(100))",
         "  watch    ekiden stats --watch",
         "  stop     Ctrl-C",
     ]
@@ -95,11 +106,11 @@ class _Sidecar:
     closes and the worker stops.
     """
 
-    def __init__(self, slots: int, handlers: str, log_level: LogLevel, as_json: bool) -> None:
+    def __init__(self, slots: int, offers: list[str], log_level: LogLevel, as_json: bool) -> None:
         self.slots = slots
         self.usage_error = 0
         self._options = ["--slots", str(slots), "--log-level", log_level.value]
-        self._options += ["--handlers", handlers] if handlers else []
+        self._options += offers
         self._options += ["--json"] if as_json else []
         self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None

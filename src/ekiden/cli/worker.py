@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import typer
@@ -34,8 +35,31 @@ HandlersReference: TypeAlias = Annotated[
 ]
 
 
+Execs: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exec",
+        metavar="NAME=PATH",
+        help="Let jobs called NAME run this program. May be given again.",
+    ),
+]
+Services: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--service",
+        metavar="NAME=COMMAND",
+        help="Keep this command running in every slot: a JSON line in, a JSON line out.",
+    ),
+]
+Config: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings in a worker.toml."),
+]
+
+
 def worker(
-    connect: options.Connect = options.ADDRESS_DEFAULT,
+    connect: options.Connect = "",
+    config: Config = None,
     slots: Slots = None,
     subjects: Annotated[
         list[str] | None,
@@ -46,6 +70,34 @@ def worker(
         ),
     ] = None,
     handlers: HandlersReference = "",
+    execs: Execs = None,
+    services: Services = None,
+    functions: Annotated[
+        bool, typer.Option("--functions", help="Run Python functions that clients send.")
+    ] = False,
+    any_program: Annotated[
+        bool,
+        typer.Option(
+            "--allow-any-program",
+            help="Run any program this account may. Only where all who may submit are trusted.",
+        ),
+    ] = False,
+    pass_env: Annotated[
+        list[str] | None,
+        typer.Option("--pass-env", metavar="NAME", help="Let programs see this variable of mine."),
+    ] = None,
+    allow_env: Annotated[
+        list[str] | None,
+        typer.Option("--allow-env", metavar="NAME", help="Let jobs set this variable."),
+    ] = None,
+    sandbox: Annotated[
+        str,
+        typer.Option("--sandbox", metavar="bwrap", help="Run programs inside bubblewrap."),
+    ] = "",
+    scratch: Annotated[
+        Path | None,
+        typer.Option("--scratch", metavar="DIR", help="Where jobs have their folders [temporary]."),
+    ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option("--label", metavar="KEY=VALUE", help="Jobs may ask for it with --needs."),
@@ -54,6 +106,9 @@ def worker(
         str, typer.Option("--id", metavar="ID", help="Name of the worker [HOST-RANDOM].")
     ] = "",
     key_file: options.KeyFile = None,
+    builtin: Annotated[
+        bool, typer.Option("--builtin", hidden=True, help="The built-in handlers as well.")
+    ] = False,
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", hidden=True, help="Stop with the parent.")
     ] = False,
@@ -71,22 +126,44 @@ def worker(
       $ ekiden worker --slots 4
       # The handlers of the `worker = ekiden.Worker()` in a file of yours.
       $ ekiden worker --connect grid1:7000 --key-file grid1.key --handlers price.py
+      # An executable of yours, under a name.
+      $ ekiden worker --exec pricer=/opt/pricer/bin/pricer
+      # Python functions of whoever holds the key.
+      $ ekiden worker --functions
+      # A program that is slow to start: once per slot, then a line per job.
+      $ ekiden worker --service curves='/opt/curves --warm'
       # Only some subjects, and something jobs can ask for.
       $ ekiden worker --subjects 'job.assign.render.>' --label gpu=a100 --handlers render
     """
     from ekiden.observe.logs import set_up_logs
+    from ekiden.worker.offers import WorkerFile, make_offers, read_file
     from ekiden.worker.serve import Worker
 
     set_up_logs(as_json=as_json, level=log_level.value)
-    agent = Worker(
-        connect,
-        slots,
-        worker_id=worker_id or None,
-        subjects=options.split_list(subjects),
-        labels=options.parse_labels(label),
-        key_file=key_file,
+    file = read_file(config) if config is not None else WorkerFile()
+    offers = make_offers(
+        file,
+        execs=execs or (),
+        services=services or (),
+        functions=functions,
+        any_program=any_program,
+        env_pass=options.split_list(pass_env),
+        env_allow=options.split_list(allow_env),
+        sandbox=sandbox,
+        scratch=scratch,
     )
-    agent.include(_handlers(handlers))
+    agent = Worker(
+        connect or file.connect or options.ADDRESS_DEFAULT,
+        slots or file.slots,
+        worker_id=worker_id or file.id or None,
+        subjects=options.split_list(subjects) or file.subjects,
+        labels={**file.labels, **options.parse_labels(label)},
+        key_file=key_file or file.key_file or None,
+        offers=offers,
+    )
+    reference = handlers or file.handlers
+    if reference or not offers or builtin:
+        agent.include(_handlers(reference))
     if until_stdin_closes:
         _stop_with_stdin()
     return agent.run()

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, Unpack, overload
+from typing import Any, Final, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from ekiden import errors, limits
+from ekiden.client.calls import named_call
 from ekiden.client.core import Core, Message, Subscription, id_batches, sum_up, was_cancelled
-from ekiden.client.futures import JobFuture, JobResult
+from ekiden.client.functions import CallableJobs, Functions, Opening
+from ekiden.client.futures import JobFuture
 from ekiden.client.options import JobOptions, make_message
+from ekiden.client.programs import (
+    COMMON_TOTAL_BYTES,
+    PUTS_AT_ONCE,
+    FileSource,
+    ProgramArgs,
+    ProgramOptions,
+    draft,
+    parcel,
+    program_terms,
+)
+from ekiden.client.results import JobResult, ResultFile
 from ekiden.client.settings import make_settings
+from ekiden.model.jobs import FORM_PROGRAM
+from ekiden.model.names import check_file_name
+from ekiden.model.work import FileRef
+from ekiden.world.porter import Stored
 
 MAP_WINDOW: Final = 10_000
 """Jobs `map` has open at once: enough to keep a grid busy, little enough to hold in memory."""
+
+
+T = TypeVar("T")
+V = TypeVar("V")
+P = ParamSpec("P")
 
 
 class _LoopLatch:
@@ -81,6 +103,36 @@ class AsyncJobFuture(JobFuture):
             raise asyncio.InvalidStateError(f"job {self.job_id!r} is not done; await the future")
 
 
+class AsyncFunctionFuture(Opening, AsyncJobFuture):
+    """A call of a function, to be awaited: `value = await future`. See `FunctionFuture`."""
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self.done():
+            latch = _LoopLatch()
+            self.watch(latch)
+            yield from latch.__await__()
+        ref = self._stored
+        if ref is not None:
+            self.fetched((yield from self._fetch(ref).__await__()))
+        return self.result()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The value, if it is here. It does not wait: await the future for that."""
+        error = self.exception()
+        if error is not None:
+            raise error
+        if self._stored is not None:
+            raise asyncio.InvalidStateError(
+                f"the value of job {self.job_id!r} lies at the broker; await the future"
+            )
+        return self._open_value()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the function raised, if it is done. It does not wait."""
+        self._check_done()
+        return self._open_error()
+
+
 class AsyncClient:
     """A caller of the grid on the running event loop: `async with AsyncClient(...) as client`.
 
@@ -112,6 +164,7 @@ class AsyncClient:
             close_timeout_s=close_timeout_s,
         )
         self._core = Core(settings, AsyncJobFuture, _loop_reply, threaded=False)
+        self._functions = Functions(self._core, AsyncFunctionFuture)
 
     # -------------------------------------------------------------- life
 
@@ -148,9 +201,13 @@ class AsyncClient:
         Accepted jobs go on without us. Futures still open end with `Closed`.
         """
         if self._core.started and not self._core.closing:
-            await self._core.stop(
-                self._core.settings.close_timeout_s if timeout is None else timeout
-            )
+            now = asyncio.get_running_loop().time
+            wait_s = self._core.settings.close_timeout_s if timeout is None else timeout
+            deadline = now() + wait_s
+            if preparing := self._functions.preparing():
+                # Calls are submitted once the broker has their function.
+                await asyncio.wait(preparing, timeout=wait_s)
+            await self._core.stop(max(deadline - now(), 0))
 
     async def __aenter__(self) -> AsyncClient:
         await self.start()
@@ -206,8 +263,63 @@ class AsyncClient:
 
         All payloads are checked before the first is handed over.
         """
+        made: list[Any] = self._core.make_many(name, payloads, job_ids, options)
+        await self._hand_over(made)
+        return made
+
+    async def submit_program(
+        self,
+        command: str,
+        args: Sequence[Any] = (),
+        *,
+        stdin: Any = None,
+        files: Mapping[str, FileSource] | None = None,
+        job_id: str | None = None,
+        **options: Unpack[ProgramOptions],
+    ) -> AsyncJobFuture:
+        """Run a program; see `Client.submit_program`. Returns when the job is handed over."""
+        call = ProgramArgs(args, stdin, files)
+        job_ids = None if job_id is None else [job_id]
+        return (await self.submit_programs(command, [call], job_ids=job_ids, **options))[0]
+
+    async def submit_programs(
+        self,
+        command: str,
+        calls: Iterable[ProgramArgs],
+        *,
+        job_ids: Iterable[str] | None = None,
+        manifest: str = "",
+        **options: Unpack[ProgramOptions],
+    ) -> list[AsyncJobFuture]:
+        """One job per call, in order; see `Client.submit_programs`."""
+        terms = program_terms(command, options, manifest)
+        drafts = [draft(call) for call in calls]
+        shared = terms.shared(await self._store(terms.common.to_store))
+        hashes = iter(await self._store([source for each in drafts for source in each.to_store]))
+        bodies = [each.body(list(islice(hashes, len(each.to_store)))) for each in drafts]
+        made: list[Any] = self._core.make_work(
+            terms.name, FORM_PROGRAM, shared, bodies, job_ids, terms.options
+        )
+        await self._hand_over(made)
+        return made
+
+    async def store_files(self, files: Mapping[str, FileSource]) -> dict[str, FileRef]:
+        """Put files in the broker's store once that many jobs will get; see `Client`."""
+        found = parcel(files, COMMON_TOTAL_BYTES)
+        refs = found.refs(await self._store(found.to_store))
+        return {ref.name: ref for ref in refs}
+
+    async def _store(self, sources: list[Any]) -> list[str]:
+        """Put these in the broker's store, a few at a time; their hashes."""
+        hashes: list[str] = []
+        for at in range(0, len(sources), PUTS_AT_ONCE):
+            replies = [self._core.put_blob(each) for each in sources[at : at + PUTS_AT_ONCE]]
+            hashes += [(await reply)[0] for reply in replies]
+        return hashes
+
+    async def _hand_over(self, made: list[Any]) -> None:
+        """Submit these in order, waiting for room."""
         core = self._core
-        made: list[Any] = core.make_many(name, payloads, job_ids, options)
         done = 0
         while done < len(made):
             await self.ready_to_submit()
@@ -216,7 +328,6 @@ class AsyncClient:
             core.inbox.extend(batch)
             done += len(batch)
             core.poke()
-        return made
 
     @overload
     def map(
@@ -242,27 +353,51 @@ class AsyncClient:
         **options: Unpack[JobOptions],
     ) -> AsyncIterator[JobResult | errors.EkidenError]: ...
 
+    @overload
+    def map(
+        self,
+        name: Callable[[T], V],
+        payloads: Iterable[T],
+        *,
+        in_order: bool = True,
+        window: int = MAP_WINDOW,
+        return_errors: Literal[False] = False,
+        **options: Unpack[JobOptions],
+    ) -> AsyncIterator[V]: ...
+
+    @overload
+    def map(
+        self,
+        name: Callable[[T], V],
+        payloads: Iterable[T],
+        *,
+        in_order: bool = True,
+        window: int = MAP_WINDOW,
+        return_errors: bool,
+        **options: Unpack[JobOptions],
+    ) -> AsyncIterator[V | Exception]: ...
+
     async def map(
         self,
-        name: str,
+        name: Any,
         payloads: Iterable[Any],
         *,
         in_order: bool = True,
         window: int = MAP_WINDOW,
         return_errors: bool = False,
         **options: Unpack[JobOptions],
-    ) -> AsyncIterator[JobResult | errors.EkidenError]:
-        """Results of one job per payload; see `Client.map`."""
+    ) -> AsyncIterator[Any]:
+        """Results of one job per payload, or values of a function; see `Client.map`."""
         if window < 1:
             raise errors.WrongUsage(f"window is {window}", remedy="give at least 1")
         source = iter(payloads)
-        live: deque[AsyncJobFuture] = deque()
-        done: asyncio.Queue[AsyncJobFuture] = asyncio.Queue()
+        live: deque[Any] = deque()
+        done: asyncio.Queue[Any] = asyncio.Queue()
         open_jobs = 0
         while True:
             # Refilled by halves: a job at a time would be a frame at a time.
             if open_jobs <= window // 2:
-                batch = await self.submit_many(name, islice(source, window - open_jobs), **options)
+                batch = await self._submit_some(name, islice(source, window - open_jobs), options)
                 open_jobs += len(batch)
                 if in_order:
                     live += batch
@@ -275,12 +410,67 @@ class AsyncClient:
             open_jobs -= 1
             try:
                 result = await future
-            except errors.EkidenError as error:
+            except Exception as error:
                 if not return_errors:
                     raise
                 yield error
             else:
                 yield result
+
+    async def _submit_some(
+        self, name: Any, payloads: Iterable[Any], options: JobOptions
+    ) -> list[Any]:
+        if isinstance(name, str):
+            return list(await self.submit_many(name, payloads, **options))
+        function = self._functions.of(name)
+        made = function.make_many(payloads, options)
+        if self._functions.is_ready(function):
+            await self._hand_over(made)
+        elif made:
+            self._core.check_open()
+            self._functions.park(function, made)
+        return made
+
+    # -------------------------------------------------------------- functions
+
+    def call(self, fn: Callable[P, V], /, *args: P.args, **kwargs: P.kwargs) -> AsyncFunctionFuture:
+        """Have `fn(*args, **kwargs)` run by a worker; await the future for its value. As
+        `Client.call`, and it raises `QueueFull` when `submit` does."""
+        return self.call_with({}, fn, *args, **kwargs)
+
+    def call_with(
+        self, options: JobOptions, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> AsyncFunctionFuture:
+        """As `call`, with options for the job: `call_with({"timeout_s": 5}, fn, x)`."""
+        core = self._core
+        function = self._functions.of(fn)
+        if self._is_full(function):
+            raise errors.QueueFull(
+                f"{core.settings.pending_max:,} jobs are not accepted yet",
+                remedy="await client.ready_to_submit(), or use map",
+            )
+        future: AsyncFunctionFuture = function.make(args, kwargs, options)
+        if not self._functions.is_ready(function):
+            core.check_open()
+            self._functions.park(function, [future])
+            return future
+        core.budget -= 1
+        core.inbox.append(future)
+        if not core.poked:
+            core.poke()
+        return future
+
+    async def run(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function or a name and wait for it; see `Client.run`."""
+        if not isinstance(fn, str):
+            return await self.call(fn, *args, **kwargs)
+        return await self.submit(fn, **named_call(fn, args, kwargs))
+
+    def _is_full(self, function: CallableJobs) -> bool:
+        core = self._core
+        if len(function.parked) >= core.settings.pending_max:
+            return True
+        return core.budget <= 0 and not core.has_room()
 
     def attach(self, job_id: str) -> AsyncJobFuture:
         """A future for a job submitted earlier, also by another process."""
@@ -320,6 +510,40 @@ class AsyncClient:
     async def workers(self) -> list[dict[str, Any]]:
         """The workers the broker knows."""
         return list((await self.ask("workers"))["workers"])
+
+    # -------------------------------------------------------------- blobs
+
+    async def put_blob(self, source: bytes | Path) -> Stored:
+        """Put bytes, or those of a file, in the broker's store; see `Client.put_blob`."""
+        stored: Stored = await self._core.put_blob(source)
+        return stored
+
+    async def fetch_blob(self, blob: str, size: int, target: Path | None = None) -> bytes | None:
+        """The bytes under that hash, verified, or in `target`; see `Client.fetch_blob`."""
+        data: bytes | None = await self._core.fetch_blob(blob, size, target)
+        return data
+
+    async def read(self, file: ResultFile) -> bytes:
+        """The bytes of a file that a program left."""
+        ref = file.ref
+        if ref.data is not None:
+            return ref.data
+        data: bytes = await self._core.fetch_blob(ref.blob, ref.size, None)
+        return data
+
+    async def save(self, result: JobResult, folder: Path | str) -> list[Path]:
+        """Write the files a program left under `folder`; says where they are."""
+        root = Path(folder)
+        targets = {check_file_name(name): file for name, file in result.files.items()}
+        for name, file in targets.items():
+            target = root / name
+            if file.ref.data is not None:
+                file.save(target)
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            await self._core.fetch_blob(file.ref.blob, file.ref.size, target)
+            file.mark(target)
+        return [root / name for name in targets]
 
     # -------------------------------------------------------------- publish and subscribe
 

@@ -8,14 +8,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_all
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Literal, Unpack, overload
+from typing import Any, Final, Literal, TypeAlias, TypeVar, Unpack, overload
 
 from ekiden import errors, limits
+from ekiden.client.calls import Calls
 from ekiden.client.core import (
     GATHER_MAX,
     Core,
@@ -25,16 +27,38 @@ from ekiden.client.core import (
     sum_up,
     thread_reply,
 )
-from ekiden.client.futures import JobFuture, JobResult
+from ekiden.client.functions import FunctionFuture, Functions
+from ekiden.client.futures import JobFuture
 from ekiden.client.options import JobOptions, make_message
+from ekiden.client.programs import (
+    COMMON_TOTAL_BYTES,
+    PUTS_AT_ONCE,
+    FileSource,
+    ProgramArgs,
+    ProgramOptions,
+    draft,
+    parcel,
+    program_terms,
+)
+from ekiden.client.results import JobResult
 from ekiden.client.settings import make_settings
+from ekiden.model.jobs import FORM_PROGRAM
+from ekiden.model.work import FileRef
 from ekiden.world import loop
+from ekiden.world.porter import Stored
 
 MAP_WINDOW: Final = 10_000
 """Jobs `map` has open at once: enough to keep a grid busy, little enough to hold in memory."""
 
 
-class Client:
+T = TypeVar("T")
+V = TypeVar("V")
+
+Submit: TypeAlias = Callable[[Iterable[Any]], list[Any]]
+"""Hands over a job for each item."""
+
+
+class Client(Calls):
     """A caller of the grid. Use it as a context manager, from as many threads as you like.
 
     It connects in the background and for as long as it lives: making one never fails because no
@@ -69,6 +93,7 @@ class Client:
             close_timeout_s=close_timeout_s,
         )
         self._core = Core(settings, JobFuture, thread_reply, threaded=True)
+        self._functions = Functions(self._core, FunctionFuture)
         self._thread = _LoopThread(self._core)
         self._closing = threading.Lock()
         self._exit_hook = _close_at_exit(self)
@@ -105,7 +130,11 @@ class Client:
         self._core.check_may_wait()
         with self._closing:
             atexit.unregister(self._exit_hook)
-            self._thread.end(self._core.settings.close_timeout_s if timeout is None else timeout)
+            wait_s = self._core.settings.close_timeout_s if timeout is None else timeout
+            deadline = time.monotonic() + wait_s
+            # Calls are submitted once the broker has their function.
+            wait_all(self._functions.preparing(), wait_s)
+            self._thread.end(max(deadline - time.monotonic(), 0))
 
     def __enter__(self) -> Client:
         return self
@@ -158,8 +187,13 @@ class Client:
 
         All payloads are checked before the first is handed over.
         """
+        made = self._core.make_many(name, payloads, job_ids, options)
+        self._hand_over(made)
+        return made
+
+    def _hand_over(self, made: list[JobFuture]) -> None:
+        """Submit these in order, waiting for room."""
         core = self._core
-        made = core.make_many(name, payloads, job_ids, options)
         done = 0
         while done < len(made):
             if core.budget <= 0:
@@ -170,7 +204,22 @@ class Client:
             core.inbox.extend(batch)
             done += len(batch)
             core.poke()
-        return made
+
+    def store_files(self, files: Mapping[str, FileSource]) -> dict[str, FileRef]:
+        """Put files in the broker's store that many jobs will get, once; what comes back may be
+        given as `files` or `common` of a program in their place. Small ones need no store."""
+        found = parcel(files, COMMON_TOTAL_BYTES)
+        refs = found.refs(self._store(found.to_store))
+        return {ref.name: ref for ref in refs}
+
+    def _store(self, sources: list[Any]) -> list[str]:
+        """Put these in the broker's store, a few at a time; their hashes."""
+        self._core.check_may_wait()
+        hashes: list[str] = []
+        for at in range(0, len(sources), PUTS_AT_ONCE):
+            replies = [self._core.put_blob(each) for each in sources[at : at + PUTS_AT_ONCE]]
+            hashes += [reply.result()[0] for reply in replies]
+        return hashes
 
     @overload
     def map(
@@ -196,33 +245,100 @@ class Client:
         **options: Unpack[JobOptions],
     ) -> Iterator[JobResult | errors.EkidenError]: ...
 
+    @overload
     def map(
         self,
-        name: str,
+        name: Callable[[T], V],
+        payloads: Iterable[T],
+        *,
+        in_order: bool = True,
+        window: int = MAP_WINDOW,
+        return_errors: Literal[False] = False,
+        **options: Unpack[JobOptions],
+    ) -> Iterator[V]: ...
+
+    @overload
+    def map(
+        self,
+        name: Callable[[T], V],
+        payloads: Iterable[T],
+        *,
+        in_order: bool = True,
+        window: int = MAP_WINDOW,
+        return_errors: bool,
+        **options: Unpack[JobOptions],
+    ) -> Iterator[V | Exception]: ...
+
+    def map(
+        self,
+        name: Any,
         payloads: Iterable[Any],
         *,
         in_order: bool = True,
         window: int = MAP_WINDOW,
         return_errors: bool = False,
         **options: Unpack[JobOptions],
-    ) -> Iterator[JobResult | errors.EkidenError]:
-        """Results of one job per payload, as an iterator that reads payloads as it goes.
+    ) -> Iterator[Any]:
+        """Results of one job per payload, as an iterator that reads payloads as it goes; with a
+        function instead of a name, its value for each.
 
         At most `window` jobs are open at once. Not `in_order`: as they come. A job that failed
         raises, or with `return_errors` its error takes the place of the result.
         """
         if window < 1:
             raise errors.WrongUsage(f"window is {window}", remedy="give at least 1")
-        source = iter(payloads)
         take = self._in_order if in_order else self._as_done
-        for future in take(name, source, window, options):
+        for future in take(self._submitter(name, options), iter(payloads), window):
             error = future.exception()
             if error is None:
                 yield future.result()
-            elif return_errors and isinstance(error, errors.EkidenError):
+            elif return_errors and isinstance(error, Exception):
                 yield error
             else:
                 raise error
+
+    def submit_program(
+        self,
+        command: str,
+        args: Sequence[Any] = (),
+        *,
+        stdin: Any = None,
+        files: Mapping[str, FileSource] | None = None,
+        job_id: str | None = None,
+        **options: Unpack[ProgramOptions],
+    ) -> JobFuture:
+        """Run a program: `command` is a name on a worker's allow-list, or with `any_program=True`
+        what a shell would find there. It gets `args` as they are, no shell in between, and runs in
+        a fresh folder with `files` in it.
+
+        The result has its `stdout`, `stderr` and the `files` it left. A file that is too large to
+        travel with the job is put in the broker's store first, which the call waits for.
+        """
+        call = ProgramArgs(args, stdin, files)
+        job_ids = None if job_id is None else [job_id]
+        return self.submit_programs(command, [call], job_ids=job_ids, **options)[0]
+
+    def submit_programs(
+        self,
+        command: str,
+        calls: Iterable[ProgramArgs],
+        *,
+        job_ids: Iterable[str] | None = None,
+        manifest: str = "",
+        **options: Unpack[ProgramOptions],
+    ) -> list[JobFuture]:
+        """One job per call, in order; see `submit_program`. `manifest` is a hash to find the list
+        of inputs by that belongs to a run."""
+        terms = program_terms(command, options, manifest)
+        drafts = [draft(call) for call in calls]
+        shared = terms.shared(self._store(terms.common.to_store))
+        hashes = iter(self._store([source for each in drafts for source in each.to_store]))
+        bodies = [each.body(list(islice(hashes, len(each.to_store)))) for each in drafts]
+        made = self._core.make_work(
+            terms.name, FORM_PROGRAM, shared, bodies, job_ids, terms.options
+        )
+        self._hand_over(made)
+        return made
 
     def attach(self, job_id: str) -> JobFuture:
         """A future for a job submitted earlier, also by another process.
@@ -256,6 +372,27 @@ class Client:
     def workers(self) -> list[dict[str, Any]]:
         """The workers the broker knows."""
         return list(self.ask("workers")["workers"])
+
+    # -------------------------------------------------------------- blobs
+
+    def put_blob(self, source: bytes | Path, timeout: float | None = None) -> Stored:
+        """Put bytes, or those of a file, in the broker's store, and return their hash and size when
+        it has them durably. It goes on across reconnects; what the broker has is not sent again.
+
+        A tool for building on: the store forgets what was not used for two weeks or so.
+        """
+        self._core.check_may_wait()
+        stored: Stored = _outcome(self._core.put_blob(source), timeout)
+        return stored
+
+    def fetch_blob(
+        self, blob: str, size: int, target: Path | None = None, timeout: float | None = None
+    ) -> bytes | None:
+        """The bytes under that hash, verified; with `target`, in that file instead, which appears
+        in one step when all have come. Raises `UnknownBlob`, `BlobDamaged`, TimeoutError."""
+        self._core.check_may_wait()
+        data: bytes | None = _outcome(self._core.fetch_blob(blob, size, target), timeout)
+        return data
 
     # -------------------------------------------------------------- publish and subscribe
 
@@ -291,26 +428,28 @@ class Client:
             core.poke()
             core.wait_room().result()
 
-    def _in_order(
-        self, name: str, source: Iterator[Any], window: int, options: JobOptions
-    ) -> Iterator[JobFuture]:
+    def _submitter(self, name: Any, options: JobOptions) -> Submit:
+        if isinstance(name, str):
+            return lambda some: self.submit_many(name, some, **options)
+        function = self._functions.of(name)
+        return lambda some: self._call_all(function, function.make_many(some, options))
+
+    def _in_order(self, submit: Submit, source: Iterator[Any], window: int) -> Iterator[JobFuture]:
         live: deque[JobFuture] = deque()
         while True:
             # Refilled by halves: a job at a time would be a frame at a time.
             if len(live) <= window // 2:
-                live += self.submit_many(name, islice(source, window - len(live)), **options)
+                live += submit(islice(source, window - len(live)))
             if not live:
                 return
             yield live.popleft()
 
-    def _as_done(
-        self, name: str, source: Iterator[Any], window: int, options: JobOptions
-    ) -> Iterator[JobFuture]:
+    def _as_done(self, submit: Submit, source: Iterator[Any], window: int) -> Iterator[JobFuture]:
         done: SimpleQueue[JobFuture] = SimpleQueue()
         live = 0
         while True:
             if live <= window // 2:
-                batch = self.submit_many(name, islice(source, window - live), **options)
+                batch = submit(islice(source, window - live))
                 for future in batch:
                     future.add_done_callback(done.put)
                 live += len(batch)
@@ -417,6 +556,15 @@ class _LoopThread:
         self._core.start()
         self._started.set()
         await self._core.stop(await self._end)
+
+
+def _outcome(reply: Future[Any], timeout: float | None) -> Any:
+    """Of a transfer: whoever stops waiting for it gives it up."""
+    try:
+        return reply.result(timeout)
+    except BaseException:
+        reply.cancel()
+        raise
 
 
 def _close_at_exit(client: Client) -> Callable[[], None]:

@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from msgspec import Struct
 
 from ekiden import errors, limits
 from ekiden.client import contract, futures
+from ekiden.client.bulk import Bulk
 from ekiden.client.contract import Asking, Attaching, Leaving, Submitting
 from ekiden.client.futures import JobFuture
 from ekiden.client.ids import IdMaker
@@ -42,6 +44,7 @@ from ekiden.core.subjects import check_pattern
 from ekiden.machine import Log
 from ekiden.model.ids import check_job_id
 from ekiden.model.jobs import FORM_PLAIN
+from ekiden.model.work import FileRef
 from ekiden.world.keys import find_key
 from ekiden.world.loop import Driver
 from ekiden.world.network import Network
@@ -169,6 +172,7 @@ class Core:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._driver: Driver | None = None
         self._network: Network | None = None
+        self._bulk: Bulk | None = None
 
     # -------------------------------------------------------------- from any thread
 
@@ -201,15 +205,56 @@ class Core:
         if largest > _PAYLOAD_BYTES_MAX:
             raise too_large(largest)
         make = self._future_type
+        ids = self._ids_for(bodies, job_ids)
+        return [make(self, job_id, body, terms) for job_id, body in zip(ids, bodies, strict=True)]
+
+    def make_work(
+        self,
+        name: str,
+        form: int,
+        shared: bytes,
+        bodies: list[bytes],
+        job_ids: Iterable[str] | None,
+        options: JobOptions,
+        future_type: type[JobFuture] | None = None,
+    ) -> list[JobFuture]:
+        """Futures for jobs of a program or a function, whose bodies are made already."""
+        largest = max(map(len, bodies), default=0)
+        if largest > _PAYLOAD_BYTES_MAX:
+            raise too_large(largest)
+        terms = self._terms.terms(name, form, options, shared)
+        ids = self._ids_for(bodies, job_ids)
+        make = future_type or self._future_type
+        return [make(self, job_id, body, terms) for job_id, body in zip(ids, bodies, strict=True)]
+
+    def _ids_for(self, bodies: list[bytes], job_ids: Iterable[str] | None) -> list[str]:
         if job_ids is None:
-            ids = self._ids.many(len(bodies))
-        else:
-            ids = [check_job_id(job_id) for job_id in job_ids]
+            return self._ids.many(len(bodies))
+        ids = [check_job_id(job_id) for job_id in job_ids]
         if len(ids) != len(bodies):
             raise errors.WrongUsage(
                 f"{len(ids)} job ids for {len(bodies)} payloads", remedy="give one id per payload"
             )
-        return [make(self, job_id, body, terms) for job_id, body in zip(ids, bodies, strict=True)]
+        return ids
+
+    def read_stored(self, ref: FileRef) -> bytes:
+        """Bytes that lie in the broker's store, waited for."""
+        self._check_may_fetch()
+        data: bytes = self.fetch_blob(ref.blob, ref.size, None).result()
+        return data
+
+    def save_stored(self, ref: FileRef, target: Path) -> None:
+        """Write such bytes to a file, waited for."""
+        self._check_may_fetch()
+        self.fetch_blob(ref.blob, ref.size, target).result()
+
+    def _check_may_fetch(self) -> None:
+        self.check_may_wait()
+        if not self._threaded:
+            raise errors.WrongUsage(
+                "this lies in the broker's store and must be waited for",
+                remedy="await client.read(file) or client.save(result, folder)",
+            )
 
     def poke(self) -> None:
         """Have the loop look at what was handed over. One wake serves all until it runs."""
@@ -272,6 +317,22 @@ class Core:
         self.request(Asking(reply, verb, check_params(params)))
         return reply
 
+    def put_blob(self, source: bytes | Path) -> Any:
+        """A reply that gets the hash and size of these bytes once the broker has them durably."""
+        self.check_open()
+        assert self._bulk is not None
+        bulk, reply = self._bulk, self.new_reply()
+        self._call(lambda reply: bulk.put(source, reply), reply)
+        return reply
+
+    def fetch_blob(self, blob: str, size: int, target: Path | None) -> Any:
+        """A reply that gets the bytes, or None once they are whole in the file `target`."""
+        self.check_open()
+        assert self._bulk is not None
+        bulk, reply = self._bulk, self.new_reply()
+        self._call(lambda reply: bulk.fetch(blob, size, target, reply), reply)
+        return reply
+
     def wait_up(self) -> Any:
         """A reply that is set when a broker has welcomed us."""
         self.check_open()
@@ -326,6 +387,7 @@ class Core:
         self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
         self._driver = Driver(self.machine, perform=self._table())
+        self._bulk = Bulk(self._driver)
         self._driver.failed.add_done_callback(self._on_ended)
         self._network = Network(self._driver)
         self._driver.wake()
@@ -350,6 +412,8 @@ class Core:
         self._do_drain()
         self._driver.feed(Leaving())
         self._driver.turn()
+        if self._bulk is not None:
+            await self._bulk.close(self._stopped)
         await _wait_closed(self._network)
         self._driver.stop()
         self._refuse_inbox(self._stopped)
@@ -494,6 +558,8 @@ class Core:
             self._refuse_inbox(self._stopped)
         error: errors.EkidenError = self._stopped or _closed()
         self.connected = False
+        if self._bulk is not None:
+            self._bulk.porter.close(error)
         self._answer_all(self._up_waiters, error)
         self._answer_all(self._room_waiters, error)
         for reply in self.machine.questions():

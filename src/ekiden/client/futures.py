@@ -12,17 +12,15 @@ import _thread
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from datetime import UTC, datetime
 from threading import Condition
 from typing import Any, Final, Protocol
 
 import msgspec
-from msgspec import Struct
 
 from ekiden import errors
 from ekiden.client.contract import Terms
-from ekiden.limits import NS
-from ekiden.model.jobs import CANCELLED, DONE, Note
+from ekiden.client.results import Facts, Fetcher, JobResult
+from ekiden.model.jobs import CANCELLED, DONE
 from ekiden.wire.messages import Ended, ResultRun
 
 _PENDING: Final = "PENDING"
@@ -31,71 +29,7 @@ _FINISHED: Final = "FINISHED"
 _log = logging.getLogger("ekiden.client")
 
 
-class Facts(Struct, frozen=True):
-    """What the jobs of a run have in common beside their outputs. Times are wall nanoseconds."""
-
-    worker: str
-    submitted: int
-    leased: int
-    finished: int
-    attempt: int = 1
-    note: Note | None = None
-
-
-class JobResult(Struct, frozen=True):
-    """What a job brought back."""
-
-    job_id: str
-    output: bytes
-    facts: Facts
-
-    def json(self) -> Any:
-        """The output as JSON. Raises ValueError if it is none."""
-        try:
-            return msgspec.json.decode(self.output)
-        except msgspec.DecodeError as error:
-            raise ValueError(f"the output of job {self.job_id!r} is not JSON: {error}") from None
-
-    def text(self) -> str:
-        """The output as UTF-8; what is not is replaced."""
-        return self.output.decode("utf-8", "replace")
-
-    @property
-    def exit_code(self) -> int:
-        """How the program ended; 0 for a handler."""
-        return self.facts.note.exit_code if self.facts.note else 0
-
-    @property
-    def attempt(self) -> int:
-        """Which try brought the result."""
-        return self.facts.attempt
-
-    @property
-    def worker(self) -> str:
-        """Who ran it."""
-        return self.facts.worker
-
-    @property
-    def submitted_at(self) -> datetime:
-        """When it was accepted, by the broker's clock."""
-        return _instant(self.facts.submitted)
-
-    @property
-    def started_at(self) -> datetime:
-        """When the worker got it, by the broker's clock."""
-        return _instant(self.facts.leased)
-
-    @property
-    def finished_at(self) -> datetime:
-        """When its result was recorded, by the broker's clock."""
-        return _instant(self.facts.finished)
-
-    def __repr__(self) -> str:
-        shown = self.output if len(self.output) <= 40 else self.output[:40] + b"..."
-        return f"<JobResult {self.job_id} {shown!r} by {self.worker}>"
-
-
-class Desk(Protocol):
+class Desk(Fetcher, Protocol):
     """What a future needs of its client."""
 
     condition: Condition
@@ -134,7 +68,7 @@ class _Latch:
         self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0))
 
 
-class JobFuture(Future[JobResult]):
+class JobFuture(Future[Any]):
     """A job that was submitted or attached to.
 
     Its outcome is a `JobResult`, or one of `JobFailed`, `JobCancelled`, `ResultGone`, a `Refusal`
@@ -152,6 +86,9 @@ class JobFuture(Future[JobResult]):
     _accept_watchers: list[Watcher] | None = None
     _progress: bytes | None = None
     _progress_attempt = 0
+
+    _more_attributes: tuple[str, ...] = ()
+    """What a future of this class has beside those of `_ATTRIBUTES`."""
 
     body: bytes
     """What was submitted, until the outcome is known."""
@@ -184,7 +121,7 @@ class JobFuture(Future[JobResult]):
     def _result(self) -> JobResult | None:  # type: ignore[override]
         if self._facts is None:
             return None
-        return JobResult(self.job_id, self._output, self._facts)
+        return JobResult(self.job_id, self._output, self._facts, self.desk)
 
     # -------------------------------------------------------------- use
 
@@ -218,7 +155,7 @@ class JobFuture(Future[JobResult]):
         if self._facts is None:
             assert self._exception is not None
             raise self._exception
-        return JobResult(self.job_id, self._output, self._facts)
+        return JobResult(self.job_id, self._output, self._facts, self.desk)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """How the job ended without a result, or None if it has one."""
@@ -347,7 +284,7 @@ def _lay_out(kind: type[JobFuture]) -> None:
     times as dear. Thousands of futures are made before the first one is finished.
     """
     whole = kind.__new__(kind)
-    for name in _ATTRIBUTES:
+    for name in (*_ATTRIBUTES, *kind._more_attributes):
         setattr(whole, name, None)
 
 
@@ -426,11 +363,19 @@ def error_of_end(ended: Ended) -> errors.EkidenError:
     if ended.state == CANCELLED:
         return errors.JobCancelled(ended.id, ended.reason or "cancelled")
     causes = [msgspec.to_builtins(_named(cause)) for cause in ended.causes]
-    return errors.JobFailed(ended.id, causes, ended.reason)
+    failed = errors.JobFailed(ended.id, causes, ended.reason)
+    failed.detail = ended.causes[-1].detail if ended.causes else b""
+    return failed
 
 
 def _named(cause: Any) -> dict[str, Any]:
-    return {name: getattr(cause, name) for name in cause.__struct_fields__}
+    """All that a person can read of it."""
+    facts = msgspec.structs.asdict(cause)
+    del facts["detail"]
+    if cause.note is not None:
+        facts["note"] = msgspec.structs.asdict(cause.note)
+        del facts["note"]["form"]
+    return facts
 
 
 def _opened(body: bytes) -> Any:
@@ -443,7 +388,3 @@ def _opened(body: bytes) -> Any:
         return body.decode()
     except UnicodeDecodeError:
         return body
-
-
-def _instant(wall_ns: int) -> datetime:
-    return datetime.fromtimestamp(wall_ns / NS, UTC)

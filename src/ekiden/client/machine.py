@@ -50,6 +50,7 @@ from ekiden.wire.frames import encode_frame
 from ekiden.wire.link import Link
 from ekiden.wire.messages import Delivery, ResultRun
 from ekiden.wire.session import error_from
+from ekiden.wire.transfers import EVENTS, Transfers
 
 # The machine and what it is spoken to with, in one import.
 __all__ = [
@@ -80,7 +81,7 @@ __all__ = [
 
 # Asking these twice does no harm, so an answer lost with the connection is asked for again.
 _REPEATABLE: Final = frozenset(
-    {"stats", "jobs", "job", "workers", "cancel", "purge", "drain", "resume"}
+    {"stats", "jobs", "job", "workers", "runs", "logs", "cancel", "purge", "drain", "resume"}
 )
 
 # The broker is about to go or has stepped down: the job is fine, this is not the one to take it.
@@ -150,6 +151,7 @@ class ClientMachine:
         self._refused: list[tuple[Any, errors.EkidenError]] = []
         self._delivered: list[Delivery] = []
         self._left = False
+        self.transfers = Transfers(self._number)
         self._dispatch: dict[type, Callable[[Any], None]] = {
             Submitting: self._submit,
             Attaching: self._attach,
@@ -158,6 +160,7 @@ class ClientMachine:
             Unsubscribing: self._unsubscribe,
             Publishing: self._publish,
             Leaving: self._leave,
+            **dict.fromkeys(EVENTS, self._transfer),
         }
         self._read: dict[type, Callable[[Any, int], None]] = {
             messages.Accepted: self._on_accepted,
@@ -204,11 +207,13 @@ class ClientMachine:
         """Send what there is to send, in one write, and tell what became known."""
         self.link.advance(now)
         self._follow()
+        parts = self.transfers.advance(self._conn)
         if self.link.refused_by_all is not None:
             self._give_up(self.link.refused_by_all)
             self.link.refused_by_all = None
         if self._conn is not None:
             self._fill_outbox()
+            self._outbox += parts
             if self._outbox:
                 self.link.send(b"".join(self._outbox), now)
                 self._outbox.clear()
@@ -271,6 +276,11 @@ class ClientMachine:
         while self._publish_bytes > limits.RELAY_OUTBOX_BYTES_MAX and self._to_publish:
             # The relay may lose, and what is newest is worth most.
             self._publish_bytes -= len(self._to_publish.popleft().payload)
+
+    def _transfer(self, event: Any) -> None:
+        self.transfers.receive(event)
+        if self._left:
+            self.transfers.fail_all(_closed())
 
     def _leave(self, _event: Leaving) -> None:
         self._left = True
@@ -336,6 +346,7 @@ class ClientMachine:
             self._effects.append(AskRefused(question.handle, error))
         self._asking.clear()
         self._to_ask.clear()
+        self.transfers.fail_all(error)
 
     def _forget_in_flight(self) -> None:
         self._in_flight.clear()
@@ -440,6 +451,8 @@ class ClientMachine:
             read = self._read.get(type(message))
             if read is not None:
                 read(message, frame.corr_id)
+            else:
+                self.transfers.heard(message, frame.msg_id, frame.corr_id)
 
     def _on_accepted(self, message: messages.Accepted, _corr_id: int) -> None:
         refused: dict[int, list[messages.Refused]] = {}
@@ -554,7 +567,7 @@ class ClientMachine:
         elif (sid := self._subscribing.pop(corr_id, None)) is not None:
             self._patterns.pop(sid, None)
             self._effects.append(SubscribeRefused(sid, error))
-        else:
+        elif not self.transfers.heard(message, 0, corr_id):
             self._effects.append(
                 Log("warning", "broker.refused", {"code": message.code, "reason": message.text})
             )
@@ -591,6 +604,7 @@ class ClientMachine:
             self._delivered = []
         news += self._effects
         self._effects = []
+        news += self.transfers.take_effects()
         if self._refused:
             news.append(JobsRefused(self._refused))
             self._refused = []

@@ -64,32 +64,38 @@ class TermsBook:
     def __init__(self) -> None:
         self._known: dict[Any, Terms] = {}
         # Most calls are like the one before. Only options that cannot change later are kept here.
-        self._last: tuple[str, int, JobOptions, Terms | None] = ("", FORM_PLAIN, {}, None)
+        self._last: tuple[str, int, JobOptions, bytes, Terms | None] = ("", 0, {}, b"", None)
 
-    def terms(self, name: str, form: int, options: JobOptions) -> Terms:
+    def terms(self, name: str, form: int, options: JobOptions, shared: bytes = b"") -> Terms:
         """The terms for jobs called `name`. Raises `WrongUsage` or `BadId`."""
-        last_name, last_form, last_options, last = self._last
-        if last is not None and last_name == name and last_form == form and last_options == options:
+        last_name, last_form, last_options, last_shared, last = self._last
+        if (
+            last is not None
+            and last_name == name
+            and last_form == form
+            and last_options == options
+            and last_shared == shared
+        ):
             return last
-        key: Any = (name, form, *options.items())
+        key: Any = (name, form, shared, *options.items())
         try:
             found = self._known.get(key)
             fixed = True
         except TypeError:
-            key = (name, form, repr(options))
+            key = (name, form, shared, repr(options))
             found = self._known.get(key)
             fixed = False
         if found is None:
-            found = make_terms(name, form, options)
+            found = make_terms(name, form, options, shared)
             if len(self._known) >= _TERMS_KEPT:
                 self._known.clear()
             self._known[key] = found
         if fixed:
-            self._last = (name, form, options, found)
+            self._last = (name, form, options, shared, found)
         return found
 
 
-def make_terms(name: str, form: int, options: JobOptions) -> Terms:
+def make_terms(name: str, form: int, options: JobOptions, shared: bytes = b"") -> Terms:
     """What jobs with these options share on the wire."""
     if strange := sorted(set(options) - _KNOWN):
         raise WrongUsage(f"no such option: {', '.join(strange)}", remedy="see ekiden.JobOptions")
@@ -112,6 +118,7 @@ def make_terms(name: str, form: int, options: JobOptions) -> Terms:
         retry_on=_causes(options.get("retry_on")),
         form=form,
         run=_named(options.get("run"), "run"),
+        shared=shared,
     )
     return Terms(
         _encode(spec),

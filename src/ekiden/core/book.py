@@ -34,6 +34,7 @@ from ekiden.core.rows import (
     Watch,
     WorkerLedger,
 )
+from ekiden.core.runs import Runs
 from ekiden.model import jobs as j
 
 # The table of ids is many dicts. A dict that grows to a million keys stalls the loop for 25-55 ms
@@ -117,6 +118,7 @@ class JobBook:
         self.results_kept = 0
         self.result_bytes = 0
         self.ids_kept = 0
+        self.runs = Runs()
         self._sweep_clients_at = IDLE_KEPT
         self._sweep_queues_at = IDLE_KEPT
         self._specs: dict[bytes, j.Spec] = {}
@@ -212,6 +214,7 @@ class JobBook:
         outcome.fresh = len(rows)
         self.totals.accepted += len(rows)
         if rows:
+            self.runs.submitted(origin, len(rows))
             client.live += len(rows)
             client.bytes += size
             self.live_bytes += size
@@ -477,8 +480,10 @@ class JobBook:
             elif cause == j.CANCEL_CONFIRMED:  # nobody asked for it: the attempt is given back
                 self._requeue(row, front=True)
             else:
-                note = command.notes.get(offset)
-                self._record(row, grant.worker.id, cause, message, note=note)
+                self._record(
+                    row, grant.worker.id, cause, message, note=command.notes.get(offset),
+                    detail=command.details.get(offset, b""),
+                )  # fmt: skip
                 self._retry_or_end(row, grant, cause)
         self._unlease(grant, ended)
         self._give_back(clients)
@@ -537,14 +542,20 @@ class JobBook:
 
     def _record(
         self, row: Row, worker: str, cause: str, message: str, *, burned: bool = True,
-        note: j.Note | None = None,
+        note: j.Note | None = None, detail: bytes = b"",
     ) -> None:  # fmt: skip
-        if row.history is None:
-            row.history = []
+        history = row.history
+        if history is None:
+            history = row.history = []
+        elif history[-1].detail:
+            # Only the last word on a job needs more than words.
+            history[-1] = msgspec.structs.replace(history[-1], detail=b"")
         message = message[: limits.ERROR_TEXT_MAX]
-        row.history.append(j.Cause(row.attempt, worker, cause, message, self.wall, burned, note))
-        if len(row.history) > HISTORY_MAX:
-            self._shorten(row.id, row.history)
+        history.append(
+            j.Cause(row.attempt, worker, cause, message, self.wall, burned, note, detail)
+        )
+        if len(history) > HISTORY_MAX:
+            self._shorten(row.id, history)
 
     def _shorten(self, job_id: str, history: list[j.Cause]) -> None:
         """Attempts that never began tell least and go first, then those of earlier generations.
@@ -553,7 +564,7 @@ class JobBook:
         gone = next((n for n, past in enumerate(history) if not past.burned), 0 if base else None)
         if gone is None:
             old = len(history) - HISTORY_MAX - 1
-            history[old] = msgspec.structs.replace(history[old], message="", note=None)
+            history[old] = msgspec.structs.replace(history[old], message="", note=None, detail=b"")
             return
         del history[gone]
         if gone < base:
@@ -634,6 +645,8 @@ class JobBook:
         self.ids_kept += count
         self.result_bytes += settlement.bytes
         self._came_in += count
+        if self.runs:
+            self.runs.ended(settlement.rows, settlement.state)
         self._changes.settlements.append(settlement)
 
     def _cancel(self, command: c.Cancel) -> None:
@@ -729,6 +742,7 @@ class JobBook:
         settlement: Settlement = row.place
         settlement.rows.remove(row)
         self.ids_kept -= 1
+        self.runs.ended((row,), settlement.state, -1)
         if not settlement.faded:
             size = len(row.body)  # type: ignore[arg-type]
             self.results_kept -= 1
@@ -738,6 +752,8 @@ class JobBook:
     def _drop(self, row: Row) -> None:
         del self.known[hash(row.id[:SHARED_TAIL]) & _MASK][row.id]
         self.generations.pop(row.id, None)
+        if self.runs:
+            self.runs.dropped(row)
 
     def _retain(self) -> None:
         """Forget the oldest results, then the oldest ids: at least as many as came in, in bounded
@@ -768,6 +784,8 @@ class JobBook:
             self.ids_kept -= len(head.rows)
             self.totals.evicted += len(head.rows) * early
             rows, head.rows = head.rows, []  # no cycle is left; the rows still know how they ended
+            if self.runs:
+                self.runs.ended(rows, head.state, -1)
             for row in rows:
                 self._drop(row)
 

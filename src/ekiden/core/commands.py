@@ -66,6 +66,8 @@ class Fail(Command, frozen=True, tag=4):
     causes: list[str]
     messages: list[str]
     notes: dict[int, Note] = {}
+    details: dict[int, bytes] = {}
+    """By offset, like notes: what only the client can read."""
 
 
 class Release(Command, frozen=True, tag=5):

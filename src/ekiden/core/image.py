@@ -446,6 +446,7 @@ def load(chunks: Iterable[bytes]) -> JobBook:
         reader.read(_decode(chunk))
     assert reader.complete, "the snapshot has no tail"
     book = reader.book
+    book.runs.recount(row for shard in book.known for row in shard.values())
     cap = book.settings.client_inflight_max
     for client in book.clients.values():
         if cap and client.inflight >= cap:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ekiden.core.book import JobBook
 from ekiden.core.queues import Lane
 from ekiden.core.rows import ClientLedger, Delay, Grant, Row, Settlement
+from ekiden.core.runs import Runs
 
 
 def check(book: JobBook) -> None:
@@ -39,6 +40,7 @@ def check(book: JobBook) -> None:
     _check_queues(book, ready)
     _check_grants(book, leased)
     _check_retention(book)
+    _check_runs(book)
     for job_id in book.cancelling:
         found = book.find(job_id)
         assert found is not None, job_id
@@ -92,6 +94,13 @@ def _check_grants(book: JobBook, leased: dict[int, int]) -> None:
     for queue in book.queues.values():
         assert queue.leased == by_queue.pop(id(queue), 0), queue.route
     assert not by_queue, "grants of a queue the book does not hold"
+
+
+def _check_runs(book: JobBook) -> None:
+    again = Runs()
+    again.recount(row for shard in book.known for row in shard.values())
+    counted = {name: tally.counts() for name, tally in book.runs.tallies.items()}
+    assert counted == {name: tally.counts() for name, tally in again.tallies.items()}, counted
 
 
 def _check_retention(book: JobBook) -> None:

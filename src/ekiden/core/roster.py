@@ -30,6 +30,8 @@ class RosterWorker:
         self.load = 0
         self.heard = 0
         self.running: list[tuple[int, int, int]] = []
+        self.progress: dict[tuple[int, int], bytes] = {}
+        """The last word of attempts that run, by grant and offset, as far as they are short."""
         self.draining = False
         self.failed_in_row: dict[str, None] = {}
         self.quarantined_until = 0

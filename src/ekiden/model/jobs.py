@@ -3,8 +3,9 @@
 A `Spec` is what many jobs of one submit have in common; it travels as opaque msgpack and is decoded
 once per distinct content. What differs from job to job (id, body) travels in columns beside it.
 
-The *body* is the job's own content and is opaque to the broker: the plain payload (`FORM_PLAIN`) or
-msgpack of `Call` (`FORM_CALL`), opened by the worker alone.
+The *body* is the job's own content and is opaque to the broker: the plain payload (`FORM_PLAIN`),
+msgpack of `Call` (`FORM_CALL`), or what a program or a function is called with (see `work`). It is
+opened by the worker alone, and so is `Spec.shared`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,16 @@ WallTime: TypeAlias = int
 
 FORM_PLAIN: Final = 0
 FORM_CALL: Final = 1
+FORM_PROGRAM: Final = 2
+FORM_FUNCTION: Final = 3
+
+FORMS: Final = (FORM_PLAIN, FORM_CALL, FORM_PROGRAM, FORM_FUNCTION)
+
+# How to read an output: as it is; as `work.ProgramOutput`; or as a `work.FileRef` to bytes that lie
+# in the broker's store because they were too many to travel with the job.
+OUT_PLAIN: Final = 0
+OUT_PROGRAM: Final = 1
+OUT_STORED: Final = 2
 
 
 class Call(Struct, array_like=True, frozen=True):
@@ -67,6 +78,8 @@ class Spec(Struct, array_like=True, frozen=True):
     form: int = FORM_PLAIN
     run: str = ""
     """Name of the run the job belongs to, for filters."""
+    shared: bytes = b""
+    """What the worker must know of all these jobs, by form: `work.Program` or `work.Function`."""
 
 
 # ------------------------------------------------------------------ states as users see them
@@ -112,6 +125,8 @@ class Note(Struct, array_like=True, frozen=True):
     ran_ns: int = 0
     cpu_ns: int = 0
     peak_kb: int = 0
+    form: int = OUT_PLAIN
+    """How to read the output."""
 
 
 class Cause(Struct, array_like=True, frozen=True):
@@ -125,3 +140,5 @@ class Cause(Struct, array_like=True, frozen=True):
     burned: bool = True
     """False if the attempt never began: it does not count against max_attempts."""
     note: Note | None = None
+    detail: bytes = b""
+    """More than words, for the client alone: of a function, the exception itself."""

@@ -34,6 +34,7 @@ from ekiden.journal.housekeeping import tidy
 from ekiden.journal.journal import Append
 from ekiden.journal.local import LocalJournal, perform
 from ekiden.limits import NS
+from ekiden.simulation.blobs import EFFECTS, MemoryBlobs
 from ekiden.simulation.disk import Died, Rehearsal, SimDisk
 from ekiden.simulation.network import Network
 from ekiden.simulation.processes import ADDRESS, KEY, Process
@@ -80,6 +81,9 @@ class SimBroker(Process):
         self.handlers[Append] = self._append
         self.handlers[TakeSnapshot] = self._take_snapshot
         self.handlers[Halt] = self._halt
+        self.blobs = MemoryBlobs()
+        for kind in EFFECTS:
+            self.handlers[kind] = self._perform_blob
 
     # -------------------------------------------------------------- life and death
 
@@ -97,6 +101,7 @@ class SimBroker(Process):
         self.doomed = False
         self._writing = None
         self._snapshotting = False
+        self.blobs.lose_power()
         self._watcher.recovering()
         delay = self._dice.choice((1, 5, 50, 400)) * MS
         self.later_in_this_life(delay, "recover", self.recover)
@@ -291,6 +296,13 @@ class SimBroker(Process):
             child.done(SnapshotTaken(child.index))
         else:
             child.done(SnapshotTaken(0, str(error)))
+
+    # -------------------------------------------------------------- blobs
+
+    def _perform_blob(self, effect: object) -> None:
+        told = self.blobs.perform(effect)
+        if told is not None:
+            self.later(self._disk_ns(), "blob", told)
 
     # -------------------------------------------------------------- an end in good order
 

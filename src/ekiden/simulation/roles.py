@@ -38,10 +38,12 @@ from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
 from ekiden.wire.messages import Ack, AckRun, Failure
 from ekiden.worker.machine import (
+    STALE,
     Abort,
     Drain,
     Dropped,
     Exit,
+    Gone,
     Run,
     RunFinished,
     Started,
@@ -127,6 +129,8 @@ class SimWorker(Process):
         """Attempts that this life has run or runs."""
         self._announced: set[tuple[int, int]] = set()
         """Attempts that this life has told a broker it runs, whether or not it was heard."""
+        self._done: dict[int, list[tuple[int, bytes, int]]] = {}
+        """By grant: what has finished and was not told yet."""
         self._runs = 0
         self.handlers[Run] = self._run
         self.handlers[Abort] = self._abort
@@ -139,6 +143,7 @@ class SimWorker(Process):
         self._running.clear()
         self._begun.clear()
         self._announced.clear()
+        self._done.clear()
         self.begin(
             WorkerMachine(
                 [ADDRESS],
@@ -237,8 +242,24 @@ class SimWorker(Process):
                 self._finish_late(attempt, number)
         else:
             output = self._output(attempt, number)
-            self.post(RunFinished(attempt.grant, [attempt.offset], [output], ran_ns=ran_ns))
+            self._done.setdefault(attempt.grant, []).append((attempt.offset, output, ran_ns))
+            self._tell_soon(attempt.grant)
         self._fill()
+
+    def _tell_soon(self, grant: int) -> None:
+        """What ends within a moment is told together, and the last to end first."""
+        life = self.incarnation
+
+        def tell() -> None:
+            if self.incarnation != life or grant not in self._done:
+                return
+            if self.paused:
+                self.universe.after(100 * MS, f"tells {self.name}", tell)
+                return
+            offsets, outputs, ran = zip(*reversed(self._done.pop(grant)), strict=True)
+            self.post(RunFinished(grant, list(offsets), list(outputs), ran_ns=sum(ran)))
+
+        self.universe.after(MS, f"tells {self.name}", tell)
 
     def _output(self, attempt: _Attempt, number: int) -> bytes:
         """Unique to this run, and large for some jobs."""
@@ -279,6 +300,9 @@ class SimWorker(Process):
             if attempt_running is not None:
                 for event in attempt_running.events:
                     event.call_off()
+        if effect.why != STALE:
+            # Processes take their time to end.
+            self.later(3 * MS, "gone", Gone(effect.grant, effect.offsets))
         self._fill()
 
     def _exit(self, effect: Exit) -> None:

@@ -235,6 +235,8 @@ class Failure(Struct, array_like=True, frozen=True, gc=False):
     cause: str
     message: str = ""
     note: Note | None = None
+    detail: bytes = b""
+    """For the client alone, at most DETAIL_BYTES_MAX: of a function, the exception itself."""
 
 
 class AckRun(Struct, array_like=True, frozen=True, gc=False):
@@ -304,6 +306,25 @@ class JobProgress(Message, frozen=True):
     body: bytes
 
 
+class Peek(Message, frozen=True):
+    """To a worker: what has this attempt written since these positions? At most `limit` bytes of
+    each. Answered by `Peeked`."""
+
+    grant: int
+    offset: int
+    stdout: int
+    stderr: int
+    limit: int
+
+
+class Peeked(Message, frozen=True):
+    """What it has written. `known` is false if nothing of it runs here that writes anywhere."""
+
+    known: bool
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+
 class Subscribe(Message, frozen=True):
     """Send me what is published on subjects that match. `sid` is the subscriber's own number."""
 
@@ -332,7 +353,43 @@ class Delivery(Message, frozen=True):
     payload: bytes
 
 
-# Type numbers: 1-9 hello, 10-29 client ledger, 30-49 worker ledger, 50-69 relay, 70-89 cluster.
+# ------------------------------------------------------------------ bulk: file contents by hash
+
+
+class BlobOffer(Message, frozen=True):
+    """I can give you these bytes. Answered by `BlobStored`, or by pulls and then `BlobStored`."""
+
+    blob: str
+    """SHA-256 of the bytes, in lower-case hex."""
+    size: int
+
+
+class BlobPull(Message, frozen=True):
+    """Send me that part. Answered by one `BlobPart` or by a `Refusal`. Of a broker it is itself the
+    answer to an offer (corr_id)."""
+
+    blob: str
+    offset: int
+    length: int
+
+
+class BlobPart(Message, frozen=True):
+    """The part that was asked for, whole. `size` is that of all the bytes under this name."""
+
+    blob: str
+    offset: int
+    data: bytes
+    size: int
+
+
+class BlobStored(Message, frozen=True):
+    """The broker has all of it, verified and on disk; it needs no more parts."""
+
+    blob: str
+
+
+# Type numbers: 1-9 hello, 10-29 client ledger, 30-49 worker ledger, 50-69 relay, 70-89 cluster,
+# 90-99 bulk.
 TYPE_OF: Final[dict[type[Message], int]] = {
     HelloClient: 1,
     HelloWorker: 2,
@@ -362,6 +419,12 @@ TYPE_OF: Final[dict[type[Message], int]] = {
     Unsubscribe: 53,
     Publish: 54,
     Delivery: 55,
+    Peek: 56,
+    Peeked: 57,
+    BlobOffer: 90,
+    BlobPull: 91,
+    BlobPart: 92,
+    BlobStored: 93,
 }
 NAME_OF: Final[dict[int, str]] = {number: kind.__name__ for kind, number in TYPE_OF.items()}
 

@@ -17,29 +17,13 @@ from typing import Any, Final, TypeAlias
 from ekiden.machine import Instant
 from ekiden.worker.handlers import Batch, Job, Trouble, job_of, result_of, trouble_of
 from ekiden.worker.ledger import Attempt
+from ekiden.worker.pieces import parted
 
 # A run that takes longer than this is announced as running.
 SLOW_NS: Final = 10_000_000
 
 Piece: TypeAlias = tuple[Batch, int, int]
 """Indices [low, end) of a batch that wait to begin."""
-
-
-def parted(batch: Batch, indices: range, asked: set[int]) -> tuple[list[Piece], list[int]]:
-    """Pieces of `indices` that were not asked for, and the offsets that were."""
-    first = batch.first
-    if asked.isdisjoint(range(first + indices.start, first + indices.stop)):
-        return [(batch, indices.start, indices.stop)], []
-    kept: list[Piece] = []
-    gone: list[int] = []
-    for at in indices:
-        if first + at in asked:
-            gone.append(first + at)
-        elif kept and kept[-1][2] == at:
-            kept[-1] = (batch, kept[-1][1], at + 1)
-        else:
-            kept.append((batch, at, at + 1))
-    return kept, gone
 
 
 class Outcome:

@@ -30,10 +30,21 @@ from ekiden import limits
 from ekiden.machine import Instant
 from ekiden.model.jobs import FORM_PLAIN
 from ekiden.wire.messages import Failure
-from ekiden.worker.coroutines import SLOW_NS, AsyncSide, Outcome, Piece, parted
+from ekiden.worker.coroutines import SLOW_NS, AsyncSide, Outcome, Piece
 from ekiden.worker.handlers import Batch, Handlers, Job, Trouble, call_of, result_of, trouble_of
 from ekiden.worker.ledger import Attempt
-from ekiden.worker.machine import RECALL, Abort, Dropped, ProgressMade, Run, RunFinished, Started
+from ekiden.worker.machine import (
+    RECALL,
+    STALE,
+    Abort,
+    Dropped,
+    Gone,
+    ProgressMade,
+    Run,
+    RunFinished,
+    Started,
+)
+from ekiden.worker.pieces import parted
 
 CHUNK_NS: Final = 1_000_000
 CHUNK_MAX: Final = limits.GRANT_JOBS_MAX
@@ -190,6 +201,10 @@ class HandlerExecutor:
                 self._abandon(lane, chunk, at)
         if recall and dropped:
             self._emit(Dropped(effect.grant, sorted(dropped)))
+        elif not recall and effect.why != STALE:
+            # A function in a thread cannot be ended, only disowned: that is all there is to wait
+            # for.
+            self._emit(Gone(effect.grant, effect.offsets))
 
     def close(self, wait_s: float = 0.5) -> None:
         """Take no more work. Threads that are idle end; those in a handler end with it."""

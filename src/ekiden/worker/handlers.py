@@ -125,17 +125,11 @@ class Job(Struct, gc=False):
         """The payload, read as JSON."""
         return msgspec.json.decode(self.payload)
 
-    def progress(self, value: Any) -> None:
-        """Tell whoever submitted the job how far it is. Cheap; too frequent notes are left out,
-        the last one is not. It may be lost, and never fails because nobody listens."""
-        body = encoded(value)
-        if len(body) > PROGRESS_BYTES_MAX:
-            raise TooLarge(
-                f"a progress note of {len(body):,} bytes is over the limit of "
-                f"{PROGRESS_BYTES_MAX:,}",
-                remedy="return large data as the result",
-            )
-        self._batch.progress(self._batch, self._at, body)
+    def progress(self, value: Any, text: str = "") -> None:
+        """Tell whoever submitted the job how far it is: `progress(0.4, "step 3")`. Cheap; too
+        frequent notes are left out, the last one is not. It may be lost, and never fails because
+        nobody listens."""
+        self._batch.progress(self._batch, self._at, noted(value, text))
 
     def __repr__(self) -> str:
         return f"<Job {self.id} subject={self.subject} attempt={self.attempt}>"
@@ -171,6 +165,17 @@ def encoded(value: Any) -> bytes:
     if isinstance(value, bytearray | memoryview):
         return bytes(value)
     return _encode_json(value)
+
+
+def noted(value: Any, text: str = "") -> bytes:
+    """A note of progress as it travels: the value, or with a text both."""
+    body = encoded({"value": value, "text": text} if text else value)
+    if len(body) > PROGRESS_BYTES_MAX:
+        raise TooLarge(
+            f"a progress note of {len(body):,} bytes is over the limit of {PROGRESS_BYTES_MAX:,}",
+            remedy="return large data as the result",
+        )
+    return body
 
 
 def result_of(value: Any) -> bytes | Trouble:

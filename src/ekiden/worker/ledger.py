@@ -49,6 +49,17 @@ class Grant:
                 return spec
         return None
 
+    def by_spec(self, offsets: Iterable[int]) -> list[tuple[Spec, list[int]]]:
+        """These attempts, those of one spec together."""
+        found: list[tuple[Spec, list[int]]] = []
+        for offset in offsets:
+            spec = self.spec_of(offset)
+            assert spec is not None, offset
+            if not found or found[-1][0] is not spec:
+                found.append((spec, []))
+            found[-1][1].append(offset)
+        return found
+
 
 class _Settled:
     """Outcomes of one grant, newest last."""
@@ -162,12 +173,14 @@ class Ledger:
             failures = [failure for failure in failures if failure.offset in still]
         if not offsets and not failures:
             return None
-        # The common case says least: everything that came as one run went well, in one go.
+        # The common case says least: everything that came as one run went well, in one go and in
+        # its order. Without the last, outputs would be taken for those of other jobs.
         whole = (
             not failures
             and len(grant.parts) == 1
             and grant.parts[0][0] == 0
             and len(offsets) == grant.parts[0][1]
+            and (offsets == (plain := range(len(offsets))) or list(offsets) == list(plain))
         )
         run = AckRun(number, None if whole else list(offsets), outputs, notes, failures)
         self._close(number, grant, offsets)
@@ -330,7 +343,10 @@ def _cost(run: AckRun) -> int:
     if run.failures or run.released or run.notes:
         size += _OUTPUT_BYTES * len(run.released) + _NOTE_BYTES * len(run.notes)
         # A character is at most four bytes.
-        size += sum(_FAILURE_BYTES + 4 * len(failure.message) for failure in run.failures)
+        size += sum(
+            _FAILURE_BYTES + 4 * len(failure.message) + len(failure.detail)
+            for failure in run.failures
+        )
     return size
 
 

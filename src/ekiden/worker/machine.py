@@ -22,16 +22,54 @@ from heapq import heappop, heappush
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
 from ekiden import errors, limits
-from ekiden.machine import Instant, Log, Send
-from ekiden.model.jobs import CANCEL_CONFIRMED, CANNOT_START, TIMEOUT, GrantNo, Note, Spec
+from ekiden.machine import Frame, Instant, Log, Send
+from ekiden.model.jobs import CANCEL_CONFIRMED, CANNOT_START, TIMEOUT, GrantNo, Spec
 from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
 from ekiden.wire.link import Link
-from ekiden.wire.messages import AckRun, AssignRun, Failure
+from ekiden.wire.messages import AckRun, AssignRun
+from ekiden.wire.transfers import EVENTS as TRANSFER_EVENTS
+from ekiden.wire.transfers import Transfers
+from ekiden.worker.contract import (
+    CANCEL,
+    RECALL,
+    STALE,
+    Abort,
+    Drain,
+    Dropped,
+    Exit,
+    Gone,
+    LoadMeasured,
+    Look,
+    ProgressMade,
+    Run,
+    RunFinished,
+    Seen,
+    Started,
+)
 from ekiden.worker.ledger import Attempt, Ledger, cut, packed
+
+# The machine and what it is spoken to with, in one import.
+__all__ = [
+    "CANCEL",
+    "RECALL",
+    "STALE",
+    "Abort",
+    "Drain",
+    "Dropped",
+    "Exit",
+    "Gone",
+    "LoadMeasured",
+    "Look",
+    "ProgressMade",
+    "Run",
+    "RunFinished",
+    "Seen",
+    "Started",
+    "WorkerMachine",
+]
 
 # Credit: enough work at hand for this long, so that a round trip to the broker never idles a slot.
 WORK_AHEAD_NS: Final = 75_000_000
@@ -46,85 +84,6 @@ STALL_NS: Final = limits.NS // 2
 
 # Distinct specs whose decoded form is kept.
 _SPECS_MAX: Final = 1024
-
-CANCEL: Final = "cancel"
-RECALL: Final = "recall"
-STALE: Final = "stale"
-
-
-# ------------------------------------------------------------------ events
-
-
-class RunFinished(Struct, frozen=True):
-    """The executor's word on some attempts of one grant. `offsets` go with `outputs`; failures name
-    their own. `ran_ns` is the time all of them took together."""
-
-    grant: GrantNo
-    offsets: Sequence[int]
-    outputs: list[bytes]
-    notes: dict[int, Note] = {}
-    failures: list[Failure] = []
-    ran_ns: int = 0
-
-
-class Started(Struct, frozen=True):
-    """Attempts that have been running for a while, as (grant, offset, since when). What ends within
-    milliseconds is never announced."""
-
-    attempts: list[tuple[GrantNo, int, Instant]]
-
-
-class Dropped(Struct, frozen=True):
-    """After an `Abort` with `recall`: these had not begun and never will."""
-
-    grant: GrantNo
-    offsets: list[int]
-
-
-class ProgressMade(Struct, frozen=True):
-    """A note from a running handler, to be passed on if anybody listens."""
-
-    grant: GrantNo
-    offset: int
-    body: bytes
-
-
-class LoadMeasured(Struct, frozen=True):
-    """How busy the machine is, in percent."""
-
-    percent: int
-
-
-class Drain(Struct, frozen=True):
-    """Take no more work, finish what has begun, then leave."""
-
-    reason: str = ""
-
-
-# ------------------------------------------------------------------ effects
-
-
-class Run(Struct, frozen=True):
-    """Run these attempts; they share `spec`."""
-
-    run: AssignRun
-    spec: Spec
-
-
-class Abort(Struct, frozen=True):
-    """End these. `recall`: only what has not begun, and say which (`Dropped`); `cancel`, `timeout`,
-    `stale`: all of them, and report nothing, for the outcome is decided."""
-
-    grant: GrantNo
-    offsets: list[int]
-    why: str
-
-
-class Exit(Struct, frozen=True):
-    """The machine is done: drained, or refused for good by every broker (`error`)."""
-
-    reason: str
-    error: errors.EkidenError | None = None
 
 
 class WorkerMachine:
@@ -145,9 +104,11 @@ class WorkerMachine:
         mem_mb: int = 0,
         host: str = "",
         prefetch: int | None = None,
+        credit_least: int | None = None,
         software: str = "",
     ) -> None:
-        """`prefetch` fixes the credit; without it, it follows from how long runs take."""
+        """`prefetch` fixes the credit; without it, it follows from how long runs take, and is no
+        less than `credit_least` [two for each slot]."""
         assert slots > 0
         self._hello = (worker_id, session, software)
         self._link = Link(addresses, self._hello_for, key_for, jitter, beats=False)
@@ -164,8 +125,11 @@ class WorkerMachine:
         self._running: dict[Attempt, Instant] = {}
         """Begun as far as we were told; entries of settled attempts are swept at every beat."""
         self._timeouts: list[tuple[Instant, GrantNo, int]] = []
+        self._ending: dict[Attempt, tuple[str, str]] = {}
+        """Asked to end, with the cause and its words, and not known to be gone: a broker is told
+        that an attempt was cancelled when its processes are no more."""
 
-        self._credit_least = prefetch if prefetch is not None else 2 * slots
+        self._credit_least = prefetch if prefetch is not None else credit_least or 2 * slots
         self._credit_most = prefetch if prefetch is not None else max(CREDIT_MAX, 2 * slots)
         self._credit = self._credit_least
         self._credit_told = 0
@@ -176,6 +140,8 @@ class WorkerMachine:
         """When something last finished or was handed over."""
 
         self._joined_conn = 0
+        self._watched = 0
+        """The connection on which somebody asked what an attempt has written."""
         self._welcomed = False
         self._next_id = 1
         self._beat_at: Instant = 0
@@ -186,6 +152,7 @@ class WorkerMachine:
         self._acks: list[AckRun] = []
         self._again: list[AckRun] = []
         self._relay: list[bytes] = []
+        self._transfers = Transfers(self._number)
         self._effects: list[Any] = []
 
     def _hello_for(self, nonce: bytes) -> messages.HelloWorker:
@@ -220,21 +187,27 @@ class WorkerMachine:
                 self._started(event, now)
             case Dropped():
                 self._give_back(event.grant, event.offsets)
+            case Gone():
+                self._gone(event)
+            case Seen():
+                self._seen(event)
             case ProgressMade():
                 self._progress(event)
             case LoadMeasured():
                 self._load = event.percent
             case Drain():
                 self._drain(event.reason or "drained", now)
+            case _ if isinstance(event, TRANSFER_EVENTS):
+                self._transfers.receive(event)
             case _:
                 for frame in self._link.receive(event, now):
                     if self._link.conn is None:
                         break  # an earlier frame of this batch made no sense
-                    self._heard(frame.type, frame.body, now)
+                    self._heard(frame, now)
 
-    def _heard(self, type_number: int, body: bytes | memoryview, now: Instant) -> None:
+    def _heard(self, frame: Frame, now: Instant) -> None:
         try:
-            message = messages.decode(type_number, body)
+            message = messages.decode(frame.type, frame.body)
             match message:
                 case messages.Assign():
                     for run in message.runs:
@@ -243,11 +216,15 @@ class WorkerMachine:
                     self._ledger.confirmed(message.upto)
                 case messages.Stop():
                     self._stop(message)
+                case messages.Peek():
+                    self._peek(frame.msg_id, message)
                 case messages.Refusal():
-                    facts = {"code": message.code, "text": message.text}
-                    self._effects.append(Log("warning", "worker.refused", facts))
+                    if not self._transfers.heard(message, 0, frame.corr_id):
+                        facts = {"code": message.code, "text": message.text}
+                        self._effects.append(Log("warning", "worker.refused", facts))
                 case _:
-                    pass  # A beat, or a message for someone else: the link took note of the time.
+                    # Of a transfer; or a beat, or for someone else: the link took note of the time.
+                    self._transfers.heard(message, frame.msg_id, frame.corr_id)
         except errors.BadFrame as error:
             self._link.drop(str(error), now)
 
@@ -333,6 +310,33 @@ class WorkerMachine:
         )
         if run is not None:
             self._acks.append(run)
+        if self._ending:
+            for offset in (*event.offsets, *(failure.offset for failure in event.failures)):
+                self._ending.pop((event.grant, offset), None)
+
+    def _end(self, number: GrantNo, offsets: list[int], why: str, cause: str, text: str) -> None:
+        """Have these ended; they are settled with this cause when they are gone."""
+        fresh = [offset for offset in offsets if (number, offset) not in self._ending]
+        for offset in fresh:
+            self._ending[number, offset] = (cause, text)
+        if fresh:
+            self._effects += self._aborts(number, fresh, why)
+
+    def _aborts(self, number: GrantNo, offsets: list[int], why: str) -> list[Abort]:
+        """One for each spec: what performs it follows from that."""
+        if not offsets:
+            return []
+        parts = self._ledger.grants[number].by_spec(offsets)
+        return [Abort(number, some, why, spec) for spec, some in parts]
+
+    def _gone(self, event: Gone) -> None:
+        ends: dict[tuple[str, str], list[int]] = {}
+        for offset in event.offsets:
+            told = self._ending.pop((event.grant, offset), None)
+            if told is not None and self._ledger.is_open(event.grant, offset):
+                ends.setdefault(told, []).append(offset)
+        for (cause, text), offsets in ends.items():
+            self._acks.append(self._ledger.fail(event.grant, offsets, cause, text))
 
     def _started(self, event: Started, now: Instant) -> None:
         for number, offset, began in event.attempts:
@@ -354,14 +358,33 @@ class WorkerMachine:
             spec = grant.spec_of(offset)
             assert spec is not None
             text = f"ran longer than its time limit of {spec.timeout_ns / limits.NS:g} s"
-            self._acks.append(self._ledger.fail(number, [offset], TIMEOUT, text))
-            self._effects.append(Abort(number, [offset], TIMEOUT))
+            self._end(number, [offset], TIMEOUT, TIMEOUT, text)
 
     def _progress(self, event: ProgressMade) -> None:
         if self._link.conn is not None and self._ledger.is_open(event.grant, event.offset):
             self._relay.append(
                 encode_frame(messages.Progress(event.grant, event.offset, event.body))
             )
+
+    def _peek(self, number: int, peek: messages.Peek) -> None:
+        assert self._link.conn is not None
+        self._watched = self._link.conn
+        grant = self._ledger.grants.get(peek.grant)
+        spec = grant.spec_of(peek.offset) if grant is not None else None
+        if spec is None:
+            self._seen(Seen(number, None))
+            return
+        stdout, stderr = max(peek.stdout, 0), max(peek.stderr, 0)
+        limit = min(max(peek.limit, 0), limits.INLINE_FILE_BYTES)
+        look = Look(number, peek.grant, peek.offset, stdout, stderr, limit, spec)
+        self._effects.append(look)
+
+    def _seen(self, event: Seen) -> None:
+        # The number is the broker's, of one connection: on another it means nothing.
+        if self._link.conn is not None and self._watched == self._link.conn:
+            known, written = event.written is not None, event.written or (b"", b"")
+            answer = messages.Peeked(known, *written)
+            self._relay.append(encode_frame(answer, 0, event.number))
 
     def _give_back(self, number: GrantNo, offsets: Sequence[int]) -> None:
         run = self._ledger.release(number, offsets)
@@ -375,33 +398,36 @@ class WorkerMachine:
         if why == RECALL:
             self._recall(number, self._ledger.open_of(number, stop.offsets))
             return
-        unbegun = self._unwait(number, self._ledger.open_of(number, stop.offsets))
+        held = self._ledger.open_of(number, stop.offsets)
+        unbegun = self._unwait(number, held)
+        begun = [offset for offset in held if offset not in unbegun]
         if why == CANCEL:
-            gone = self._cancel(number, stop.offsets)
+            self._confirm_unbegun(number, stop.offsets, held, unbegun)
+            self._end(number, begun, why, CANCEL_CONFIRMED, "")
         elif why == TIMEOUT:
-            gone = self._ledger.open_of(number, stop.offsets)
-            if gone:
-                text = "the broker ended it: over its time limit"
-                self._acks.append(self._ledger.fail(number, gone, TIMEOUT, text))
+            if unbegun:
+                self._give_back(number, sorted(unbegun))
+            self._end(number, begun, why, TIMEOUT, "the broker ended it: over its time limit")
         else:
-            gone = self._ledger.forget(number, stop.offsets)
-        ended = [offset for offset in gone if offset not in unbegun]
-        if ended:
-            self._effects.append(Abort(number, ended, why))
+            self._effects += self._aborts(number, begun, why)
+            self._ledger.forget(number, stop.offsets)
+            for offset in begun:
+                self._ending.pop((number, offset), None)
 
-    def _cancel(self, number: GrantNo, offsets: list[int] | None) -> list[int]:
-        """Confirm the end of these, also of those we never heard of: they do not run here."""
-        gone = self._ledger.open_of(number, offsets)
-        known = set(gone)
+    def _confirm_unbegun(
+        self, number: GrantNo, asked: list[int] | None, held: list[int], unbegun: set[int]
+    ) -> None:
+        """Confirm the end of what was not handed over, also of what we never heard of: it does not
+        run here."""
+        known = set(held)
         unheard = [
             offset
-            for offset in offsets or []
+            for offset in asked or []
             if offset not in known and not self._ledger.is_settled(number, offset)
         ]
-        if gone or unheard:
-            confirmed = self._ledger.fail(number, gone + unheard, CANCEL_CONFIRMED, "")
-            self._acks.append(confirmed)
-        return gone
+        if unbegun or unheard:
+            ends = sorted(unbegun) + unheard
+            self._acks.append(self._ledger.fail(number, ends, CANCEL_CONFIRMED, ""))
 
     def _recall(self, number: GrantNo, offsets: list[int]) -> None:
         unbegun = self._unwait(number, offsets)
@@ -413,7 +439,7 @@ class WorkerMachine:
             if offset not in unbegun and (number, offset) not in self._running
         ]
         if asked:
-            self._effects.append(Abort(number, asked, RECALL))
+            self._effects += self._aborts(number, asked, RECALL)
 
     def _unwait(self, number: GrantNo, offsets: list[int]) -> set[int]:
         """Take these out of the waiting line; says which were in it."""
@@ -486,7 +512,8 @@ class WorkerMachine:
         self._relieve(now)
         announced = self._admit(now)
         out = self._speak(announced, now)
-        effects, self._effects = self._effects, []
+        out += self._transfers.advance(link.conn)
+        effects, self._effects = self._effects + self._transfers.take_effects(), []
         talk, link.effects = link.effects, []
         if out and link.conn is not None:
             talk.append(Send(link.conn, b"".join(out)))
@@ -524,6 +551,10 @@ class WorkerMachine:
         if announced or now >= self._beat_at:
             out.append(self._beat(welcome, now))
         return out
+
+    def _number(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
 
     def _join(self, conn: int, welcome: messages.Welcome, now: Instant) -> list[bytes]:
         """Introduce ourselves with all we hold, and say again what was not confirmed."""

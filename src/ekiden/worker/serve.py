@@ -32,7 +32,9 @@ from ekiden.observe.logs import log_effect, shown
 from ekiden.worker import hardware
 from ekiden.worker.executors import HandlerExecutor
 from ekiden.worker.handlers import Handlers, Job
-from ekiden.worker.machine import Abort, Drain, Exit, LoadMeasured, Run, WorkerMachine
+from ekiden.worker.household import Household
+from ekiden.worker.machine import Abort, Drain, Exit, LoadMeasured, Look, Run, WorkerMachine
+from ekiden.worker.offers import Offers
 from ekiden.world.addresses import split_addresses
 from ekiden.world.keys import find_key
 from ekiden.world.loop import Driver, run, seconds
@@ -78,6 +80,7 @@ class Worker:
         labels: dict[str, str] | None = None,
         key_file: str | Path | None = None,
         key: bytes | None = None,
+        offers: Offers | None = None,
     ) -> None:
         self.addresses = split_addresses(address or os.environ.get(ENV_CONNECT) or DEFAULT_ADDRESS)
         self.slots = hardware.cpu_count() if slots is None else slots
@@ -88,6 +91,7 @@ class Worker:
         check_party(self.worker_id, "worker")
         self.labels = _checked_labels(labels or {})
         self.handlers = Handlers()
+        self.offers = offers or Offers()
         self._subjects = [check_pattern(subject) for subject in subjects or []]
         self._key = key
         self._key_file = key_file
@@ -110,7 +114,7 @@ class Worker:
     @property
     def patterns(self) -> list[str]:
         """What this worker announces to the broker."""
-        return self._subjects or self.handlers.patterns
+        return self._subjects or [*self.handlers.patterns, *self.offers.patterns]
 
     # -------------------------------------------------------------- serving
 
@@ -213,7 +217,7 @@ class Worker:
         self._check_idle()
         if not self.patterns:
             raise WrongUsage(
-                "this worker has no handlers",
+                "this worker has no handlers and offers nothing else",
                 remedy='register one with @worker.handler("job.assign.<name>")',
             )
         self._engine = _Engine(self, handler_loop, on_end)
@@ -243,6 +247,8 @@ class Worker:
             cpu_milli=hardware.cpu_count() * 1000,
             mem_mb=hardware.memory_mb(),
             host=hardware.host_name(),
+            # A program may take hours: none shall wait here for a slot that is free elsewhere.
+            credit_least=self.slots if self.offers.programs is not None else None,
         )
 
     def _key_for(self, address: str) -> bytes:
@@ -315,11 +321,14 @@ class _Engine:
         worker = self._worker
         driver = Driver(worker.machine())
         network = Network(driver)
-        executor = HandlerExecutor(
+        handlers = HandlerExecutor(
             worker.handlers, worker.slots, driver.feed, handler_loop=self._handler_loop
         )
+        household = Household(worker.offers, worker.slots, driver)
+        executor = await household.open(handlers)
         driver.handle(Run, executor.run)
         driver.handle(Abort, executor.abort)
+        driver.handle(Look, executor.look)
         driver.handle(Log, self._note)
         driver.handle(Exit, lambda effect: self._exit(driver, effect))
         self._driver = driver
@@ -330,6 +339,7 @@ class _Engine:
             await driver.wait_ended()
         finally:
             executor.close()
+            household.close()
             await network.wait_closed()
 
     def _measure(self, driver: Driver) -> None:

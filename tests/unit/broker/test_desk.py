@@ -199,9 +199,7 @@ def test_the_sentence_knows_caps_busy_workers_retries_and_wall_times() -> None:
         ann.ask("job", id="a2")["why"] == "client 'ann' has 1 attempts in flight, which is its cap"
     )
     why = ann.ask("job", id="b1")["why"]
-    assert (
-        why == "1 worker(s) may take it and hold 1 attempts; 1 other job(s) wait on the same route"
-    )
+    assert why == "1 worker can run it, busy with 1 job; 1 more in the same queue"
     assert ann.ask("job", id="later")["why"] == ("it may not start before a time that is 90 s away")
     w1.failed((1, 0), j.HANDLER_ERROR)
     house.settle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.unit.broker.house import House, logs, submit_of
 
@@ -499,7 +501,7 @@ def test_a_worker_that_fails_many_different_jobs_is_paused_and_reported() -> Non
     ids = [f"j{n}" for n in range(limits.QUARANTINE_FAILURES)]
     ann, w1, held = running(house, *ids)
     for name in ids:
-        w1.failed(held[name], j.EXIT_CODE)
+        w1.failed(held[name], j.SIGNAL)
     effects = house.settle()
     ann.submit("next")
     effects += house.settle()
@@ -508,7 +510,40 @@ def test_a_worker_that_fails_many_different_jobs_is_paused_and_reported() -> Non
     assert [w["state"] for w in ann.ask("workers")["workers"]] == ["quarantined"]
     assert ann.ask("stats")["workers"]["quarantined"] == 1
     assert w1.assigned() == {}
+    assert ann.ask("job", id="next")["why"] == (
+        "worker 'w1' could run it but is paused for 60 s, after 10 failures in a row "
+        "(ekiden workers resume w1)"
+    )
     house.later(limits.QUARANTINE_NS / NS + 1)
+    assert "next" in w1.assigned()
+
+
+@pytest.mark.parametrize("retry_on", [None, ("exit_code",)])
+def test_jobs_that_say_no_by_themselves_are_not_held_against_their_worker(retry_on: Any) -> None:
+    house = House()
+    ids = [f"j{n}" for n in range(limits.QUARANTINE_FAILURES)]
+    ann, w1, held = running(house, *ids, retry_on=retry_on)
+    for name in ids:
+        w1.failed(held[name], j.EXIT_CODE)
+    effects = house.settle()
+
+    assert logs(effects).count("worker.quarantined") == 0
+    ann.submit("next")
+    house.settle()
+    assert list(w1.assigned()) == ["next"]
+
+
+def test_a_keeper_that_died_under_many_jobs_makes_no_suspect_of_its_worker() -> None:
+    house = House()
+    ids = [f"j{n}" for n in range(limits.QUARANTINE_FAILURES)]
+    ann, w1, held = running(house, *ids)
+    for name in ids:
+        w1.failed(held[name], j.WORKER_LOST)
+    effects = house.settle()
+
+    assert logs(effects).count("worker.quarantined") == 0
+    ann.submit("next")
+    house.settle()
     assert list(w1.assigned()) == ["next"]
 
 

@@ -230,7 +230,7 @@ def test_a_file_of_another_group_is_refused() -> None:
 def test_a_folder_of_a_newer_version_is_refused_and_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "JOURNAL_VERSION", 2)
+    monkeypatch.setattr(records, "JOURNAL_VERSION", records.JOURNAL_VERSION + 1)
     storage = filled(3)
     snapshot = MemoryStorage()
     write_snapshot(snapshot, 3, GROUP, [b"state"])

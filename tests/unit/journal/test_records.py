@@ -184,11 +184,11 @@ def test_a_large_damaged_segment_is_judged_quickly() -> None:
 
 
 def test_a_newer_version_is_refused_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "JOURNAL_VERSION", 2)
+    monkeypatch.setattr(records, "JOURNAL_VERSION", records.JOURNAL_VERSION + 1)
     data = segment([b"a"])
     monkeypatch.undo()
 
-    with pytest.raises(VersionMismatch, match="journal version 2, this release reads up to 1"):
+    with pytest.raises(VersionMismatch, match="journal version 3, this release reads up to 2"):
         scan(data, file="f")
 
 

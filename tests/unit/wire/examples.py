@@ -61,4 +61,10 @@ EXAMPLES: list[m.Message] = [
     m.Unsubscribe(1),
     m.Publish("news.today", b"hi"),
     m.Delivery(1, "news.today", b"hi"),
+    m.Peek(7, 1, 4096, 0, 65536),
+    m.Peeked(True, b"so far", b"a warning"),
+    m.BlobOffer("ab" * 32, 1 << 40),
+    m.BlobPull("ab" * 32, 1 << 20, 256 << 10),
+    m.BlobPart("ab" * 32, 1 << 20, b"part", 1 << 40),
+    m.BlobStored("ab" * 32),
 ]

@@ -23,6 +23,8 @@ from ekiden.wire.messages import (
     Credit,
     Failure,
     Join,
+    Peek,
+    Peeked,
     Progress,
     Refusal,
     Stop,
@@ -35,10 +37,13 @@ from ekiden.worker.machine import (
     Drain,
     Dropped,
     Exit,
+    Gone,
     LoadMeasured,
+    Look,
     ProgressMade,
     Run,
     RunFinished,
+    Seen,
     Started,
 )
 
@@ -50,6 +55,19 @@ def finished(run: AssignRun, **more: Any) -> RunFinished:
 
 def a_join(held: list[tuple[int, list[int]]] | None = None, credit: int = 4) -> Join:
     return Join(["job.assign.>"], 2, credit, {"zone": "b"}, 2000, 4000, "h1", held or [])
+
+
+class an_abort:
+    """An `Abort` of these, whatever their spec."""
+
+    def __init__(self, grant: int, offsets: list[int], why: str) -> None:
+        self.told = (grant, offsets, why)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Abort) and self.told == (other.grant, other.offsets, other.why)
+
+    def __repr__(self) -> str:
+        return f"an_abort{self.told}"
 
 
 def runs_of(effects: list[Any]) -> list[AssignRun]:
@@ -248,10 +266,20 @@ def test_a_late_word_of_the_executor_about_what_is_settled_is_dropped() -> None:
     run = an_assign(1, 2)
     talk.hear(Assign([run]))
     talk.hear(Stop(1, [0], "cancel"))
+    talk.turn(Gone(1, [0]))
 
     effects = talk.turn(finished(run))
 
     assert effects == [talk.said((2, Ack([AckRun(1, [1], [b"g1o1"])])))]
+
+
+def test_runs_that_end_in_another_order_are_told_with_their_offsets() -> None:
+    talk = joined()
+    talk.hear(Assign([an_assign(1, 3)]))
+
+    effects = talk.turn(RunFinished(1, [2, 0, 1], [b"two", b"none", b"one"]))
+
+    assert effects == [talk.said((1, Ack([AckRun(1, [2, 0, 1], [b"two", b"none", b"one"])])))]
 
 
 # ------------------------------------------------------------------ reconnecting
@@ -335,17 +363,46 @@ def test_a_later_attempt_does_not_run_unannounced_while_there_is_no_connection()
 # ------------------------------------------------------------------ stops
 
 
-def test_cancel_ends_what_runs_and_confirms_it() -> None:
+def test_cancel_ends_what_runs_and_is_confirmed_when_it_is_gone() -> None:
     talk = joined()
     talk.hear(Assign([an_assign(1, 3)]))
 
-    effects = talk.hear(Stop(1, [0, 2], "cancel"))
+    assert talk.hear(Stop(1, [0, 2], "cancel")) == [an_abort(1, [0, 2], "cancel")]
+    assert talk.machine.held == [(1, [0, 1, 2])]
 
     failures = [Failure(0, "cancelled"), Failure(2, "cancelled")]
-    assert effects == [
-        talk.said((1, Ack([AckRun(1, [], [], {}, failures)]))),
-        Abort(1, [0, 2], "cancel"),
-    ]
+    assert talk.turn(Gone(1, [0, 2])) == [talk.said((1, Ack([AckRun(1, [], [], {}, failures)])))]
+
+
+def test_what_finishes_before_it_is_ended_has_finished() -> None:
+    talk = joined()
+    talk.hear(Assign([an_assign(1, 2)]))
+    talk.hear(Stop(1, [0], "cancel"))
+
+    assert talk.turn(RunFinished(1, [0], [b"x"])) == [talk.said((1, Ack([AckRun(1, [0], [b"x"])])))]
+    assert talk.turn(Gone(1, [0])) == []
+
+
+def test_an_attempt_is_asked_to_end_once_and_keeps_its_first_cause() -> None:
+    talk = joined()
+    talk.hear(Assign([an_assign(1, 1, timeout_ns=NS)]))
+    talk.turn(Started([(1, 0, talk.now)]))
+    talk.hear(Stop(1, [0], "cancel"))
+
+    assert talk.hear(Stop(1, None, "cancel")) == []
+    assert [e for e in talk.quiet(1500 * MS) if isinstance(e, Abort)] == []
+
+    confirmed = AckRun(1, [], [], {}, [Failure(0, "cancelled")])
+    assert talk.turn(Gone(1, [0])) == [talk.said((1, Ack([confirmed])))]
+
+
+def test_nobody_is_told_of_the_end_of_what_has_become_stale() -> None:
+    talk = joined()
+    talk.hear(Assign([an_assign(1)]))
+    talk.hear(Stop(1, [0], "cancel"))
+    talk.hear(Stop(1, None, "stale"))
+
+    assert talk.turn(Gone(1, [0])) == []
 
 
 def test_cancel_of_a_whole_grant_takes_all_that_is_open() -> None:
@@ -355,7 +412,7 @@ def test_cancel_of_a_whole_grant_takes_all_that_is_open() -> None:
 
     effects = talk.hear(Stop(1, None, "cancel"))
 
-    assert effects[1:] == [Abort(1, [1], "cancel")]
+    assert effects == [an_abort(1, [1], "cancel")]
 
 
 def test_cancel_of_something_unheard_of_is_confirmed_and_it_never_runs() -> None:
@@ -391,7 +448,7 @@ def test_recall_gives_back_what_the_executor_says_has_not_begun() -> None:
     talk = joined()
     talk.hear(Assign([an_assign(1, 3)]))
 
-    assert talk.hear(Stop(1, None, "recall")) == [Abort(1, [0, 1, 2], "recall")]
+    assert talk.hear(Stop(1, None, "recall")) == [an_abort(1, [0, 1, 2], "recall")]
     assert talk.turn(Dropped(1, [1, 2])) == [
         talk.said((1, Ack([AckRun(1, [], [], {}, [], [1, 2])])))
     ]
@@ -413,14 +470,14 @@ def test_recall_of_what_still_waits_here_gives_it_back_at_once() -> None:
     effects = talk.hear(Stop(2, [0, 2], "recall"))
 
     assert effects[0] == talk.said((1, Ack([AckRun(2, [], [], {}, [], [2])])))
-    assert effects[1:] == [Abort(2, [0], "recall")]
+    assert effects[1:] == [an_abort(2, [0], "recall")]
 
 
 def test_stale_work_is_ended_and_never_mentioned_again() -> None:
     talk = joined()
     talk.hear(Assign([an_assign(1, 2)]))
 
-    assert talk.hear(Stop(1, None, "stale")) == [Abort(1, [0, 1], "stale")]
+    assert talk.hear(Stop(1, None, "stale")) == [an_abort(1, [0, 1], "stale")]
     assert talk.turn(finished(an_assign(1, 2))) == []
     assert talk.machine.held == []
 
@@ -429,13 +486,45 @@ def test_a_time_limit_of_the_broker_is_obeyed() -> None:
     talk = joined()
     talk.hear(Assign([an_assign(1)]))
 
-    effects = talk.hear(Stop(1, [0], "timeout"))
+    assert talk.hear(Stop(1, [0], "timeout")) == [an_abort(1, [0], "timeout")]
 
     failure = Failure(0, "timeout", "the broker ended it: over its time limit")
-    assert effects == [
-        talk.said((1, Ack([AckRun(1, [], [], {}, [failure])]))),
-        Abort(1, [0], "timeout"),
-    ]
+    assert talk.turn(Gone(1, [0])) == [talk.said((1, Ack([AckRun(1, [], [], {}, [failure])])))]
+
+
+def test_a_time_limit_of_the_broker_for_what_has_not_begun_here_gives_it_back() -> None:
+    talk = joined(slots=1)
+    talk.hear(Assign([an_assign(1), an_assign(2, 1, attempts=[2])]))
+
+    effects = talk.hear(Stop(2, None, "timeout"))
+
+    assert effects == [talk.said((1, Ack([AckRun(2, [], [], {}, [], [0])])))]
+
+
+# ------------------------------------------------------------------ being watched
+
+
+def test_what_an_attempt_has_written_is_told_to_who_asked() -> None:
+    talk = joined()
+    talk.hear(Assign([an_assign(1)]))
+
+    (look,) = talk.hear(Peek(1, 0, 5, -1, 1 << 30))
+    assert look == Look(0, 1, 0, 5, 0, limits.INLINE_FILE_BYTES, look.spec)
+
+    assert talk.turn(Seen(0, (b"out", b"err"))) == [talk.said(Peeked(True, b"out", b"err"))]
+    assert talk.turn(Seen(0, None)) == [talk.said(Peeked(False))]
+    assert talk.hear(Peek(9, 0, 0, 0, 10)) == [talk.said(Peeked(False))]
+
+
+def test_what_was_asked_on_a_connection_is_not_answered_on_another() -> None:
+    talk = joined()
+    talk.hear(Assign([an_assign(1)]))
+    talk.hear(Peek(1, 0, 0, 0, 10))
+    talk.turn(Disconnected(talk.conn))
+    talk.quiet(NS)
+    talk.connect(expect_dial=False)
+
+    assert talk.turn(Seen(0, (b"late", b""))) == []
 
 
 # ------------------------------------------------------------------ time limits
@@ -449,13 +538,10 @@ def test_a_time_limit_counts_from_the_start_of_the_run() -> None:
     talk.turn(Started([(1, 0, talk.now - 20 * MS)]))
 
     assert talk.quiet(979 * MS) == []
-    effects = talk.quiet(2 * MS)
+    assert talk.quiet(2 * MS) == [an_abort(1, [0], "timeout")]
 
     failure = Failure(0, "timeout", "ran longer than its time limit of 1 s")
-    assert effects == [
-        talk.said((1, Ack([AckRun(1, [], [], {}, [failure])]))),
-        Abort(1, [0], "timeout"),
-    ]
+    assert talk.turn(Gone(1, [0])) == [talk.said((1, Ack([AckRun(1, [], [], {}, [failure])])))]
     assert talk.machine.held == [(1, [0, 1])]
 
 
@@ -565,7 +651,9 @@ def test_what_waits_behind_long_runs_is_given_back() -> None:
 
     effects = talk.quiet(STALL_NS)
 
-    assert [e for e in effects if isinstance(e, Abort)] == [Abort(2, list(range(2, 10)), "recall")]
+    assert [e for e in effects if isinstance(e, Abort)] == [
+        an_abort(2, list(range(2, 10)), "recall")
+    ]
     assert effects[0].frames == [(0, Credit(4))]
     assert talk.turn(Dropped(2, list(range(2, 10)))) == [
         talk.said((2, Ack([AckRun(2, [], [], {}, [], list(range(2, 10)))])))
@@ -581,7 +669,7 @@ def test_a_drained_worker_gives_back_what_has_not_begun_and_leaves_when_all_is_c
 
     assert talk.turn(Drain("stopped")) == [
         talk.said(Credit(0)),
-        Abort(1, [0, 1, 2], "recall"),
+        an_abort(1, [0, 1, 2], "recall"),
     ]
     assert talk.turn(Dropped(1, [1, 2])) == [
         talk.said((1, Ack([AckRun(1, [], [], {}, [], [1, 2])])))

@@ -1,0 +1,365 @@
+"""Who may give and take file contents, and how much at a time: the broker's side of the bulk lane.
+
+Bytes are known by their SHA-256 and size. An offer waits until it is its turn; then its parts are
+pulled, a few at a time, and the next is asked for only when one is written. What peers ask to be
+sent is read a few parts at a time, by turns between connections, and not for those that read more
+slowly than they ask. So a thousand peers with large files cost the memory of a few parts, and the
+ledger's messages never wait behind more than that.
+
+An upload belongs to its connection and goes with it; its owner offers again and starts anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+from msgspec import Struct
+
+from ekiden import limits
+from ekiden.broker.events import BeginBlob, BlobRead, DropBlob, ReadBlob, UploadMoved, WriteBlob
+from ekiden.broker.intake import Intake
+from ekiden.broker.peers import Peer
+from ekiden.config import BrokerConfig
+from ekiden.errors import (
+    BadRequest,
+    DiskFull,
+    Draining,
+    EkidenError,
+    Fault,
+    QueueFull,
+    TooLarge,
+)
+from ekiden.machine import Frame, Instant, Log
+from ekiden.model.ids import shown
+from ekiden.wire import messages as m
+from ekiden.wire.frames import encode_frame
+from ekiden.wire.session import refusal_frame
+
+_HASH: Final = re.compile(r"[0-9a-f]{64}")
+
+T = TypeVar("T")
+
+
+class _Upload(Struct, eq=False):
+    number: int
+    peer: Peer
+    offer: int
+    """The number of the message that offered it."""
+    blob: str
+    size: int
+    asked: int = 0
+    """Up to where parts have been asked for."""
+    handed: int = 0
+    """Up to where parts went to the disk."""
+    written: int = 0
+    begun: bool = False
+    """Whether the disk has said that the parts are wanted, and has room for them."""
+    arrived: dict[int, bytes] = {}
+    """Parts that came before their turn."""
+    pulls: dict[int, tuple[int, int]] = {}
+    """Number → offset and length of parts the peer owes."""
+    heard: Instant = 0
+
+
+class _Pull(Struct, frozen=True):
+    peer: Peer
+    msg_id: int
+    blob: str
+    offset: int
+    length: int
+
+
+class _ByTurns(Generic[T]):
+    """Things that wait, by connection: every connection has its turn."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Peer, deque[T]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, peer: Peer, thing: T) -> None:
+        self._lines.setdefault(peer, deque()).append(thing)
+        self._count += 1
+
+    def of(self, peer: Peer) -> int:
+        """How many wait for this connection."""
+        return len(self._lines.get(peer, ()))
+
+    def take(self, may: Callable[[Peer], bool]) -> T | None:
+        """The next of a connection that may have a turn; it goes to the end of the line."""
+        peer = next(filter(may, self._lines), None)
+        if peer is None:
+            return None
+        line = self._lines.pop(peer)
+        thing = line.popleft()
+        self._count -= 1
+        if line:
+            self._lines[peer] = line
+        return thing
+
+    def drop(self, peer: Peer) -> None:
+        """All that waited for this connection waits no more."""
+        self._count -= len(self._lines.pop(peer, ()))
+
+
+class Store:
+    """What is being uploaded and read. The folder itself is the business of the world."""
+
+    def __init__(self, config: BrokerConfig, intake: Intake) -> None:
+        self._config = config
+        self._intake = intake
+        self._numbers = 0
+        self._offers: _ByTurns[_Upload] = _ByTurns()
+        self._uploads: dict[int, _Upload] = {}
+        """Those whose turn it is, by number."""
+        self._uploads_of: dict[Peer, dict[_Upload, None]] = {}
+        self._pulls: dict[int, _Upload] = {}
+        """Number of a pull → the upload it is for."""
+        self._asked: _ByTurns[_Pull] = _ByTurns()
+        self._reading: dict[int, _Pull] = {}
+        self._owed_bytes = 0
+        """What is still to be written of all uploads that have begun."""
+        self._effects: list[Any] = []
+
+    # -------------------------------------------------------------- what the machine calls
+
+    def heard(self, peer: Peer, frame: Frame, message: m.Message, now: Instant) -> None:
+        """A peer speaks of blobs. Raises a Refusal of what it said."""
+        match message:
+            case m.BlobOffer():
+                self._offer(peer, frame.msg_id, message)
+            case m.BlobPull():
+                self._pull(peer, frame.msg_id, message)
+            case m.BlobPart():
+                self._part(peer, frame.corr_id, message, now)
+            case m.Refusal():
+                upload = self._owner(peer, frame.corr_id)
+                if upload is not None:
+                    self._drop(upload)  # its owner knows why
+            case _:
+                raise AssertionError(message)
+
+    def receive(self, event: UploadMoved | BlobRead, now: Instant) -> None:
+        """The disk has done something."""
+        if isinstance(event, BlobRead):
+            self._read(event)
+        else:
+            self._moved(event, now)
+
+    def left(self, peer: Peer) -> None:
+        """The connection is gone, and its uploads with it."""
+        self._asked.drop(peer)
+        self._offers.drop(peer)
+        for upload in list(self._uploads_of.get(peer, ())):
+            self._drop(upload)
+
+    def sweep(self, now: Instant) -> None:
+        """An offerer that owes a part for long has forgotten it; its place goes to another."""
+        for upload in list(self._uploads.values()):
+            if upload.pulls and now - upload.heard > limits.BLOB_STALL_NS:
+                stalled_s = limits.BLOB_STALL_NS // limits.NS
+                self._refuse(upload, Fault(f"no part of the upload came for {stalled_s} s"))
+
+    def advance(self, now: Instant) -> list[Any]:
+        """Begin, pull and read as much as there is room for; what the disk shall do."""
+        while self._offers and len(self._uploads) < limits.BLOB_UPLOADS_PULLED:
+            upload = self._offers.take(self._may_upload)
+            if upload is None:
+                break
+            self._begin(upload, now)
+        while self._asked and len(self._reading) < limits.BLOB_READS_MAX:
+            pull = self._asked.take(_keeps_up)
+            if pull is None:
+                break
+            number = self._number()
+            self._reading[number] = pull
+            self._effects.append(ReadBlob(number, pull.blob, pull.offset, pull.length))
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _log(self, event: str, peer: Peer, blob: str, error: EkidenError) -> None:
+        facts = {"id": peer.id, "blob": blob, "code": error.code, "why": error.message}
+        self._effects.append(Log("warning", event, facts))
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+    # -------------------------------------------------------------- who may
+
+    def _check_may(self, peer: Peer, blob: str) -> None:
+        """Raise if this peer may not give or take this blob. Whoever knows the group's key may, and
+        a hash cannot be guessed; finer rules belong here."""
+        del peer
+        if _HASH.fullmatch(blob) is None:
+            raise BadRequest(
+                f"{shown(blob)} is no name of a blob",
+                remedy="use its SHA-256 in lower-case hex",
+            )
+
+    def _may_upload(self, peer: Peer) -> bool:
+        return len(self._uploads_of.get(peer, ())) < limits.BLOB_TRANSFERS_MAX
+
+    def _check_offer(self, peer: Peer, size: int) -> None:
+        if self._intake.draining:
+            raise Draining("the broker is shutting down", remedy="offer it again in a moment")
+        if size < 0:
+            raise BadRequest("a blob of negative size")
+        if size > limits.BLOB_BYTES_MAX:
+            raise TooLarge(
+                f"a blob of {size:,} bytes is over the limit of {limits.BLOB_BYTES_MAX:,}",
+                remedy="split the file",
+            )
+        unfinished = self._offers.of(peer) + len(self._uploads_of.get(peer, ()))
+        if unfinished >= limits.BLOB_OFFERS_PER_CONNECTION or (
+            len(self._offers) + len(self._uploads) >= limits.BLOB_OFFERS_MAX
+        ):
+            raise QueueFull(
+                "too many uploads are unfinished", remedy="retry later", retry_after_s=1
+            )
+
+    def _check_room(self, size: int) -> None:
+        """Of what the disk does not have yet: an offer of what it has is welcome on a full one."""
+        free = max(self._intake.disk_free - self._owed_bytes, 0)
+        if free - size < self._config.disk_headroom:
+            raise DiskFull(
+                f"the broker's disk has {free >> 20:,} MB left, too little for a blob of "
+                f"{size:,} bytes",
+                remedy="free some space there; offering it again later is safe",
+                retry_after_s=5,
+            )
+
+    # -------------------------------------------------------------- uploads
+
+    def _offer(self, peer: Peer, msg_id: int, message: m.BlobOffer) -> None:
+        self._check_may(peer, message.blob)
+        self._check_offer(peer, message.size)
+        upload = _Upload(self._number(), peer, msg_id, message.blob, message.size)
+        self._offers.add(peer, upload)
+
+    def _begin(self, upload: _Upload, now: Instant) -> None:
+        upload.heard = now
+        self._uploads[upload.number] = upload
+        self._uploads_of.setdefault(upload.peer, {})[upload] = None
+        self._effects.append(BeginBlob(upload.number, upload.blob, upload.size))
+
+    def _pull_parts(self, upload: _Upload, now: Instant) -> None:
+        share = limits.BLOB_CONNECTION_PARTS // len(self._uploads_of[upload.peer])
+        window = max(1, min(limits.BLOB_WINDOW_PARTS, share)) * limits.BLOB_PART_BYTES
+        while upload.asked < min(upload.size, upload.written + window):
+            length = min(limits.BLOB_PART_BYTES, upload.size - upload.asked)
+            number = self._number()
+            pull = m.BlobPull(upload.blob, upload.asked, length)
+            upload.peer.send_frame(encode_frame(pull, number, upload.offer))
+            if not upload.pulls:
+                upload.heard = now
+            upload.pulls[number] = (upload.asked, length)
+            self._pulls[number] = upload
+            upload.asked += length
+
+    def _owner(self, peer: Peer, pull: int) -> _Upload | None:
+        """The upload that a peer's answer to a pull belongs to; None if it has ended."""
+        upload = self._pulls.get(pull)
+        return upload if upload is not None and upload.peer is peer else None
+
+    def _part(self, peer: Peer, corr_id: int, part: m.BlobPart, now: Instant) -> None:
+        upload = self._owner(peer, corr_id)
+        if upload is None:
+            return
+        del self._pulls[corr_id]
+        offset, length = upload.pulls.pop(corr_id)
+        upload.heard = now
+        if part.offset != offset or len(part.data) != length:
+            self._refuse(upload, BadRequest("another part of the blob than was asked for"))
+            return
+        upload.arrived[offset] = part.data
+        while (data := upload.arrived.pop(upload.handed, None)) is not None:
+            upload.handed += len(data)
+            self._effects.append(WriteBlob(upload.number, data))
+
+    def _moved(self, event: UploadMoved, now: Instant) -> None:
+        upload = self._uploads.get(event.upload)
+        if upload is None:
+            return  # it was dropped meanwhile
+        self._count(upload, event.upto)
+        if event.error is not None:
+            self._refuse(upload, event.error, gone=True)
+        elif event.stored:
+            upload.peer.send(m.BlobStored(upload.blob), upload.offer)
+            self._forget(upload)
+        elif upload.begun or self._has_room(upload):
+            self._pull_parts(upload, now)
+
+    def _count(self, upload: _Upload, upto: int) -> None:
+        grown = max(upto - upload.written, 0)
+        upload.written += grown
+        self._owed_bytes -= grown
+        # Measured now and then only: uploads must not eat what is kept free meanwhile.
+        self._intake.disk_free -= grown
+
+    def _has_room(self, upload: _Upload) -> bool:
+        try:
+            self._check_room(upload.size)
+        except DiskFull as error:
+            self._refuse(upload, error)
+            return False
+        upload.begun = True
+        self._owed_bytes += upload.size
+        return True
+
+    def _refuse(self, upload: _Upload, error: EkidenError, *, gone: bool = False) -> None:
+        """`gone`: the disk holds nothing of it any more."""
+        self._log("upload.refused", upload.peer, upload.blob, error)
+        upload.peer.send_frame(refusal_frame(error, upload.offer))
+        if gone:
+            self._forget(upload)
+        else:
+            self._drop(upload)
+
+    def _drop(self, upload: _Upload) -> None:
+        self._effects.append(DropBlob(upload.number))
+        self._forget(upload)
+
+    def _forget(self, upload: _Upload) -> None:
+        if upload.begun:
+            self._owed_bytes -= upload.size - upload.written
+        del self._uploads[upload.number]
+        for number in upload.pulls:
+            del self._pulls[number]
+        others = self._uploads_of[upload.peer]
+        del others[upload]
+        if not others:
+            del self._uploads_of[upload.peer]
+
+    # -------------------------------------------------------------- downloads
+
+    def _pull(self, peer: Peer, msg_id: int, message: m.BlobPull) -> None:
+        self._check_may(peer, message.blob)
+        if message.offset < 0 or not 0 < message.length <= limits.BLOB_PART_BYTES:
+            raise BadRequest(
+                f"a part of {message.length:,} bytes at {message.offset:,}",
+                remedy=f"ask for 1 to {limits.BLOB_PART_BYTES:,} bytes",
+            )
+        if self._asked.of(peer) >= limits.BLOB_PULLS_PER_CONNECTION:
+            raise QueueFull("too many parts are asked for", remedy="wait for some to come")
+        pull = _Pull(peer, msg_id, message.blob, message.offset, message.length)
+        self._asked.add(peer, pull)
+
+    def _read(self, event: BlobRead) -> None:
+        pull = self._reading.pop(event.read)
+        if event.error is not None:
+            if isinstance(event.error, Fault):
+                self._log("blob.unreadable", pull.peer, pull.blob, event.error)
+            pull.peer.send_frame(refusal_frame(event.error, pull.msg_id))
+        else:
+            part = m.BlobPart(pull.blob, pull.offset, event.data, event.size)
+            pull.peer.send(part, pull.msg_id)
+
+
+def _keeps_up(peer: Peer) -> bool:
+    return not peer.congested
