@@ -328,3 +328,5 @@ def test_no_kill_among_real_work_loses_mixes_up_or_leaves_behind_anything(
         assert [path.name for path in fleet.scratch_of(name).iterdir()] == ["lock"]
     check_history(site, ids)
     assert "Traceback" not in fleet.logged()
+    # A worker that was paused was blamed for what the dice did.
+    assert "worker.quarantined" not in fleet.logged()

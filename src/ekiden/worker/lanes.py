@@ -301,10 +301,13 @@ class LaneExecutor(ABC):
     def child_gone(self, ended: Ended | None, fault: str, useful: bool) -> None:
         """A child is gone, and what it held was given back. `fault` is empty if that was meant."""
         if fault:
-            self._falls = 0 if useful else self._falls + 1
+            # Who died with the keeper has not fallen: the keeper is started again after pauses of
+            # its own, and what waits here waits for that.
+            fell = ended is None or not ended.lost
+            self._falls = 0 if useful else self._falls + fell
             facts = {"what": self.what, "why": fault, "falls": self._falls}
             log_effect(Log("warning", "child.ended", facts))
-            if self._falls >= FALLS_MAX:
+            if fell and self._falls >= FALLS_MAX:
                 said = stderr_of(ended) if ended is not None else b""
                 self._give_up(told(f"{self.what} cannot be kept running: {fault}", said, b""))
         if ended is not None:

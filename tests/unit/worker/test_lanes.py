@@ -219,6 +219,28 @@ def test_the_loss_of_the_keeper_costs_what_ran_and_nothing_else(tmp_path: Path) 
 
 
 @linux
+def test_children_that_die_with_their_keeper_do_not_count_as_unable_to_start(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with functions(tmp_path, 2) as it:
+            lanes, children = it.executor.lanes, it.executor.children
+            it.call(1, os.getpid, [()] * 20)
+            for _ in range(3):
+                keeper = psutil.Process(children.keeper_pid)
+                await it.until(lambda: all(lane.state == "starting" for lane in lanes))
+                keeper.kill()
+                await it.until(
+                    lambda pid=keeper.pid: children.is_current() and children.keeper_pid != pid
+                )
+            await it.until(lambda: it.settled == 20)
+
+            assert it.failures == {}
+
+    drive(scenario)
+
+
+@linux
 def test_an_interpreter_that_cannot_start_fails_what_waits_instead_of_keeping_it(
     tmp_path: Path,
 ) -> None:
