@@ -112,6 +112,24 @@ class UnknownWorker(Refusal):
     code = "unknown_worker"
 
 
+class UnknownCache(Refusal):
+    """No cache of that id is known, or it is none with that file or that content."""
+
+    code = "unknown_cache"
+
+
+class CacheInUse(Refusal):
+    """Jobs that have not ended use the cache. Nothing was removed."""
+
+    code = "cache_in_use"
+
+
+class StoreFull(Refusal):
+    """The broker's store is at its quota, and all it holds is in use."""
+
+    code = "store_full"
+
+
 class UnknownBlob(Refusal):
     """The broker's store has no bytes of that hash, or has them no longer."""
 
@@ -225,6 +243,13 @@ class BlobDamaged(Fault):
     """Bytes that do not match the hash they go by. None of them were kept."""
 
     code = "blob_damaged"
+
+
+class CacheIncomplete(Fault):
+    """The cache is in the store, but fewer workers have it than were asked for. Putting it again is
+    safe and brings it to those that lack it."""
+
+    code = "cache_incomplete"
 
 
 class ResultGone(Fault):

@@ -128,6 +128,21 @@ BLOB_STALL_NS: Final = 60 * NS
 BLOB_CACHED_BYTES: Final = 1 << 20
 BLOB_CACHE_BYTES: Final = 64 << 20
 
+# Of one cache, which is laid down as a tree and looked through before jobs that use it.
+CACHE_FILES_MAX: Final = 200_000
+
+# Its description: about 150 bytes a file.
+MANIFEST_BYTES_MAX: Final = 64 << 20
+
+# Files up to this size share packs of about that many bytes: a blob for each would cost two syncs
+# and a round trip a file.
+PACKED_FILE_BYTES: Final = 64 << 10
+PACK_BYTES: Final = 4 << 20
+
+# Caches of a group, and caches that one job may use.
+CACHES_MAX: Final = 10_000
+CACHES_PER_JOB: Final = 16
+
 # ------------------------------------------------------------------ names
 
 ID_LENGTH_MAX: Final = 128

@@ -101,7 +101,7 @@ class Walk:
             # A client that comes back sends again what it sent before, among other things.
             known = rng.choice(list(self.naive.jobs.values()))
             ids, bodies, of = [known.id, *ids], [known.body, *bodies], known.spec
-        odd: dict[str, int] = {}
+        odd: dict[str, Any] = {}
         if rng.random() < 0.2:
             odd["delay_ns"] = rng.randint(1, 50)
         elif rng.random() < 0.2:

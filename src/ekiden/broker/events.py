@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from ekiden.errors import EkidenError
+from ekiden.model.caches import CacheUse
 from ekiden.model.jobs import Index, WallTime
 
 
@@ -104,3 +105,63 @@ class BlobRead(Struct, frozen=True):
     data: bytes = b""
     size: int = 0
     error: EkidenError | None = None
+
+
+# ------------------------------------------------------------------ caches and room
+
+
+class CheckCache(Struct, frozen=True):
+    """Effect: read that manifest, and see that all it names is in the store. `CacheChecked`
+    answers; from then on its blobs are kept, until `ReleaseCache`."""
+
+    number: int
+    cache: CacheUse
+
+
+class CacheChecked(Struct, frozen=True):
+    """`files` of together `size` bytes, all here; or what is missing, or why that is not known."""
+
+    number: int
+    files: int = 0
+    size: int = 0
+    missing: int = 0
+    error: EkidenError | None = None
+
+
+class ReleaseCache(Struct, frozen=True):
+    """Effect: nobody needs this cache any more. No answer."""
+
+    cache: CacheUse
+
+
+class FindUnused(Struct, frozen=True):
+    """Effect: name blobs that no cache needs, the longest unused first: about `wanted` bytes of
+    them, and of these whatever was not used for so long that it goes anyway. `UnusedFound`."""
+
+    wanted: int
+
+
+class UnusedFound(Struct, frozen=True):
+    """Blobs and when each was last used, in nanoseconds by the disk's clock."""
+
+    blobs: list[tuple[str, int]]
+
+
+class RemoveBlobs(Struct, frozen=True):
+    """Effect: remove these, unless they were used since. `BlobsRemoved` answers."""
+
+    blobs: list[tuple[str, int]]
+
+
+class BlobsRemoved(Struct, frozen=True):
+    """So many, of so many bytes."""
+
+    count: int
+    size: int
+
+
+class ExamineBlob(Struct, frozen=True):
+    """Effect: somebody got other bytes than this hash promises. Read it; set it aside if it is
+    damaged, so that it can be put again. No answer."""
+
+    blob: str

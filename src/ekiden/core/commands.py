@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ekiden import limits
+from ekiden.model.caches import BlobRef, CacheUse
 from ekiden.model.jobs import Index, Note, Route, WallTime
 
 
@@ -37,6 +38,8 @@ class Submit(Command, frozen=True, tag=1):
     delay_ns: int = 0
     not_before: WallTime = 0
     expires_at: WallTime = 0
+    blobs: dict[int, list[BlobRef]] = {}
+    """By offset: blobs that the body refers to."""
 
 
 class Assign(Command, frozen=True, tag=2):
@@ -55,6 +58,8 @@ class Finish(Command, frozen=True, tag=3):
     offsets: list[int] | None
     outputs: list[bytes]
     notes: dict[int, Note] = {}
+    blobs: dict[int, list[BlobRef]] = {}
+    """By offset, like notes: blobs that the output refers to."""
 
 
 class Fail(Command, frozen=True, tag=4):
@@ -138,6 +143,25 @@ class Tick(Command, frozen=True, tag=13):
     """Nothing but time: delays and retention that are due take effect."""
 
 
+class PutCache(Command, frozen=True, tag=14):
+    """A set of files has this id from here on, meant for workers whose patterns overlap `target`.
+    All its bytes are in the store. The same content again adds the target; other content under the
+    same id changes nothing."""
+
+    cache: CacheUse
+    client: str
+    target: str
+    files: int
+    size: int
+    """Of all files together."""
+
+
+class RemoveCache(Command, frozen=True, tag=15):
+    """Forget these, unless jobs that have not ended use them."""
+
+    ids: list[str]
+
+
 AnyCommand = (
     Submit
     | Assign
@@ -151,6 +175,8 @@ AnyCommand = (
     | Purge
     | Configure
     | Tick
+    | PutCache
+    | RemoveCache
 )
 
 

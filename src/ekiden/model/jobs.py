@@ -14,6 +14,8 @@ from typing import Any, Final, TypeAlias
 
 from msgspec import Struct
 
+from ekiden.model.caches import BlobRef, CacheUse
+
 JobId: TypeAlias = str
 ClientId: TypeAlias = str
 WorkerId: TypeAlias = str
@@ -64,6 +66,8 @@ class Route(Struct, array_like=True, frozen=True, cache_hash=True):
     """Only this worker may take the job."""
     avoid: str = ""
     """Set by the book on a retry, never by a client: this worker only if no other has room."""
+    data: tuple[str, ...] = ()
+    """Ids of the caches in `Spec.caches`: workers that have them are preferred."""
 
 
 class Spec(Struct, array_like=True, frozen=True):
@@ -80,6 +84,10 @@ class Spec(Struct, array_like=True, frozen=True):
     """Name of the run the job belongs to, for filters."""
     shared: bytes = b""
     """What the worker must know of all these jobs, by form: `work.Program` or `work.Function`."""
+    caches: tuple[CacheUse, ...] = ()
+    """Data that must lie on the worker before any of these jobs begins."""
+    blobs: tuple[BlobRef, ...] = ()
+    """Blobs of the store that `shared` refers to: kept while the input of any such job is."""
 
 
 # ------------------------------------------------------------------ states as users see them

@@ -19,6 +19,10 @@ class FileRef(Struct, array_like=True, frozen=True):
     blob: str = ""
     """SHA-256 of the bytes, in hex."""
     executable: bool = False
+    cache: str = ""
+    """The cache it is a file of, if it is one: then nothing is fetched for it, and it is linked."""
+    path: str = ""
+    """Its name in that cache."""
 
 
 class Program(Struct, array_like=True, frozen=True):

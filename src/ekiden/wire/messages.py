@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from ekiden.errors import BadFrame
+from ekiden.model.caches import BlobRef, CacheUse
 from ekiden.model.jobs import Cause, Needs, Note
 
 ROLE_CLIENT: Final = "client"
@@ -114,6 +115,8 @@ class Submit(Message, frozen=True):
     delay_ns: int = 0
     not_before: int = 0
     expires_at: int = 0
+    blobs: dict[int, list[BlobRef]] = {}
+    """By offset: blobs of the store that the body refers to. They are kept while the body is."""
 
 
 class Refused(Struct, array_like=True, frozen=True, gc=False):
@@ -250,6 +253,8 @@ class AckRun(Struct, array_like=True, frozen=True, gc=False):
     failures: list[Failure] = []
     released: list[int] = []
     """Attempts given back that never began."""
+    blobs: dict[int, list[BlobRef]] = {}
+    """By offset: blobs of the store that the output refers to. They are kept while it is."""
 
 
 class Ack(Message, frozen=True):
@@ -388,6 +393,42 @@ class BlobStored(Message, frozen=True):
     blob: str
 
 
+class BlobSpoiled(Message, frozen=True):
+    """To the broker: all parts of this blob came, and together they have another hash. It looks at
+    its own copy, and sets it aside if that is damaged. No answer."""
+
+    blob: str
+    size: int
+
+
+class CacheOffer(Message, frozen=True):
+    """To a worker: these caches are meant for you. Answered by a `CacheAck` for each.
+
+    With `whole` it names all that are, as after each Join: what else the worker has of this group
+    is of no use any more.
+    """
+
+    caches: list[CacheUse]
+    whole: bool = False
+    verify: bool = False
+    """Read and compare also what is there already."""
+
+
+class CacheAck(Message, frozen=True):
+    """From a worker: how it stands with a cache. Said again whenever that changes, and now and then
+    while it is being fetched."""
+
+    cache: str
+    manifest: str
+    status: str
+    """`fetching`, `ok` (it came, or was repaired), `skipped` (it was there), `failed`, or `gone`
+    (removed for want of room)."""
+    text: str = ""
+    done: int = 0
+    """Bytes laid down so far; of `total`."""
+    total: int = 0
+
+
 # Type numbers: 1-9 hello, 10-29 client ledger, 30-49 worker ledger, 50-69 relay, 70-89 cluster,
 # 90-99 bulk.
 TYPE_OF: Final[dict[type[Message], int]] = {
@@ -425,6 +466,9 @@ TYPE_OF: Final[dict[type[Message], int]] = {
     BlobPull: 91,
     BlobPart: 92,
     BlobStored: 93,
+    BlobSpoiled: 94,
+    CacheOffer: 95,
+    CacheAck: 96,
 }
 NAME_OF: Final[dict[int, str]] = {number: kind.__name__ for kind, number in TYPE_OF.items()}
 

@@ -26,7 +26,7 @@ def spec(subject: str = "a.x", **options: Any) -> j.Spec:
 
 
 def submit_of(
-    *ids: str, client: str = "ann", of: j.Spec | None = None, body: bytes | None = None, **odd: int
+    *ids: str, client: str = "ann", of: j.Spec | None = None, body: bytes | None = None, **odd: Any
 ) -> c.Submit:
     bodies = [job_id.encode() if body is None else body for job_id in ids]
     return c.Submit(

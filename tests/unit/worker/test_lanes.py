@@ -8,6 +8,7 @@ import random
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,10 @@ def test_the_loss_of_the_keeper_costs_what_ran_and_nothing_else(tmp_path: Path) 
     drive(scenario)
 
 
+def has_another(children: Any, keeper: int) -> bool:
+    return children.is_current() and children.keeper_pid != keeper
+
+
 @linux
 def test_children_that_die_with_their_keeper_do_not_count_as_unable_to_start(
     tmp_path: Path,
@@ -230,9 +235,7 @@ def test_children_that_die_with_their_keeper_do_not_count_as_unable_to_start(
                 keeper = psutil.Process(children.keeper_pid)
                 await it.until(lambda: all(lane.state == "starting" for lane in lanes))
                 keeper.kill()
-                await it.until(
-                    lambda pid=keeper.pid: children.is_current() and children.keeper_pid != pid
-                )
+                await it.until(partial(has_another, children, keeper.pid))
             await it.until(lambda: it.settled == 20)
 
             assert it.failures == {}
