@@ -139,9 +139,13 @@ MANIFEST_BYTES_MAX: Final = 64 << 20
 PACKED_FILE_BYTES: Final = 64 << 10
 PACK_BYTES: Final = 4 << 20
 
-# Caches of a group, and caches that one job may use.
-CACHES_MAX: Final = 10_000
+# Caches of a group: an offer of all of them fits a frame. And caches that one job may use.
+CACHES_MAX: Final = 2_000
 CACHES_PER_JOB: Final = 16
+
+# Blobs that one job's input or output refers to: with its hash and size each takes 80 bytes in a
+# frame beside the file's name.
+BLOBS_PER_JOB: Final = 4200
 
 # ------------------------------------------------------------------ names
 
@@ -190,7 +194,7 @@ QUARANTINE_NS: Final = 60 * NS
 
 # ------------------------------------------------------------------ journal
 
-JOURNAL_VERSION: Final = 2
+JOURNAL_VERSION: Final = 3
 SEGMENT_BYTES: Final = 64 << 20
 SNAPSHOT_INTERVAL_NS: Final = 60 * NS
 KEEP_LOG_NS: Final = 7 * 24 * 3600 * NS

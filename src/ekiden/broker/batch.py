@@ -14,6 +14,7 @@ import msgspec
 from ekiden import limits
 from ekiden.broker.peers import Peer
 from ekiden.core import commands as c
+from ekiden.model.caches import BlobRef
 
 Batch: TypeAlias = list[tuple[c.Command, Peer | None, int]]
 """What is asked for, by whom, and the number of the message."""
@@ -22,6 +23,9 @@ Batch: TypeAlias = list[tuple[c.Command, Peer | None, int]]
 # gathers by itself gains nothing, and what comes out must be a batch the book takes.
 _SMALL_JOBS: Final = 16
 _MERGED_MAX: Final = limits.BATCH_JOBS_MAX // _SMALL_JOBS
+
+# What carries bytes of jobs.
+_CARRIERS: Final = (c.Submit, c.Finish)
 
 
 def first_entry(queue: Batch) -> Batch:
@@ -80,14 +84,27 @@ def _close_run(run: list[c.Submit], commands: list[Any], shares: list[int]) -> N
             ids=[job_id for part in run for job_id in part.ids],
             digests=b"".join([part.digests for part in run]),
             bodies=[body for part in run for body in part.bodies],
+            blobs=_blobs(run),
         )
     commands.append(one)
     run.clear()
 
 
+def _blobs(run: list[c.Submit]) -> dict[int, list[BlobRef]]:
+    """By offset in all of them together."""
+    found: dict[int, list[BlobRef]] = {}
+    first = 0
+    for part in run:
+        if part.blobs:
+            found |= {first + offset: blobs for offset, blobs in part.blobs.items()}
+        first += len(part.ids)
+    return found
+
+
 def _size(command: c.Command) -> int:
+    if not isinstance(command, _CARRIERS):
+        return 256
+    size = 80 * sum(map(len, command.blobs.values())) if command.blobs else 0
     if isinstance(command, c.Submit):
-        return sum(map(len, command.bodies)) + 64 * len(command.ids)
-    if isinstance(command, c.Finish):
-        return sum(map(len, command.outputs)) + 16 * len(command.outputs)
-    return 256
+        return size + sum(map(len, command.bodies)) + 64 * len(command.ids)
+    return size + sum(map(len, command.outputs)) + 16 * len(command.outputs)

@@ -13,6 +13,7 @@ from ekiden import limits
 from ekiden.broker import peers as p
 from ekiden.broker.herald import Herald
 from ekiden.broker.intake import Intake, check_credit, check_join
+from ekiden.broker.library import Library
 from ekiden.broker.peers import Peer
 from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
@@ -48,6 +49,7 @@ class Broker(Protocol):
     scheduler: Scheduler
     intake: Intake
     herald: Herald
+    library: Library
     peers: dict[int, Peer]
 
     def propose(self, command: c.Command, peer: Peer | None = None, msg_id: int = 0) -> None: ...
@@ -140,6 +142,7 @@ class Crew:
         worker.labels, worker.host = message.labels, message.host
         worker.cpu_milli, worker.mem_mb = message.cpu_milli, message.mem_mb
         worker.running = []
+        worker.caches.clear()
         self._roster.join(worker, message.patterns)
         self._ghost_leases.pop(worker.id, None)
         if restarted and worker.id in self._book.workers:
@@ -148,6 +151,8 @@ class Crew:
             self._broker.propose(c.Forfeit(worker.id, lost))
         else:
             self._reconcile(worker, message.held)
+        if self._book.caches.known:
+            self._broker.library.welcome(worker)
         self._scheduler.freed(worker, self._book)
         self._broker.log("info", "worker.joined", worker=worker.id, slots=worker.slots,
                   held=worker.held(self._book))  # fmt: skip
@@ -233,6 +238,10 @@ class Crew:
                 said = "the worker did not end it in time"
                 self._broker.propose(c.Fail(worker.id, number, [offset], [j.TIMEOUT], [said]))
                 self.stop(worker.id, number, [offset], "timeout")
+
+    def cache_said(self, peer: Peer, message: m.CacheAck) -> None:
+        """How it stands with a cache."""
+        self._broker.library.said(self._worker(peer), message)
 
     def progress(self, peer: Peer, message: m.Progress) -> None:
         """Passed on to the session that submitted the job, if it listens."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from ekiden import limits
 from ekiden.broker.crew import Crew
 from ekiden.broker.intake import Intake
+from ekiden.broker.library import Library
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
 from ekiden.config import BrokerConfig
@@ -51,6 +52,7 @@ class Broker(Protocol):
     intake: Intake
     relay: Relay
     crew: Crew
+    library: Library
     peers: dict[int, Peer]
     broker_id: str
     software: str
@@ -81,6 +83,7 @@ class Desk:
             "purge": self._change,
             "drain": self._drain,
             "resume": self._drain,
+            **machine.library.verbs,
         }
         self._verb = ""
         self._partial = False
@@ -108,7 +111,9 @@ class Desk:
 
     def changed(self, peer: Peer, msg_id: int, command: Any, tally: Tally) -> None:
         """A change was applied: tell who asked."""
-        if isinstance(command, c.Cancel):
+        if isinstance(command, c.RemoveCache):
+            body = self._machine.library.told(tally)
+        elif isinstance(command, c.Cancel):
             body = {
                 "cancelled": len(tally.changed),
                 "cancelling": len(tally.stopping),

@@ -6,6 +6,7 @@ Everything a command relies on is checked here, before the journal: `apply` has 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from itertools import chain
 from typing import Final
 
@@ -16,14 +17,24 @@ from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
 from ekiden.core.book import JobBook
 from ekiden.core.subjects import check_pattern, check_subject
-from ekiden.errors import BadRequest, DiskFull, Draining, QueueFull, Refusal, TooLarge
+from ekiden.errors import (
+    BadRequest,
+    DiskFull,
+    Draining,
+    QueueFull,
+    Refusal,
+    TooLarge,
+    UnknownCache,
+)
 from ekiden.model import ids
+from ekiden.model.caches import BlobRef
 from ekiden.model.jobs import CAUSES, FORMS, Route, Spec
 from ekiden.wire import messages as m
 
 # All ids of a batch in one go: a tenth of the cost of one match per id.
 _IDS: Final = re.compile(r"(?:[A-Za-z0-9._:-]{1,128}\n)+")
 _SPECS_CHECKED: Final = 4096
+_HASH: Final = re.compile(r"[0-9a-f]{64}")
 
 _decode_spec = msgspec.msgpack.Decoder(Spec).decode
 
@@ -71,6 +82,10 @@ class Intake:
                 f"a payload of {largest:,} bytes is over the limit of {limits.PAYLOAD_BYTES_MAX:,}",
                 remedy="put large inputs in files",
             )
+        if spec.caches:
+            self._check_caches(spec, message.ids)
+        if message.blobs:
+            check_blobs(message.blobs, range(count))
         size = sum(map(len, message.bodies))
         later = bool(message.delay_ns or message.not_before)
         self._check_waiting(None if later else spec.route, count)
@@ -82,7 +97,7 @@ class Intake:
         self.incoming_bytes += size
         return c.Submit(
             client, session, message.spec, message.ids, message.digests, message.bodies,
-            message.delay_ns, message.not_before, message.expires_at,
+            message.delay_ns, message.not_before, message.expires_at, message.blobs,
         )  # fmt: skip
 
     def spec(self, raw: bytes) -> Spec:
@@ -94,6 +109,21 @@ class Intake:
                 self._checked.clear()
             self._checked[raw] = found
         return found
+
+    def _check_caches(self, spec: Spec, job_ids: list[str]) -> None:
+        """What was submitted before may be submitted again, also when its data is removed."""
+        known = self._book.caches.known
+        for use in spec.caches:
+            found = known.get(use.id)
+            if found is not None and found.use.manifest == use.manifest:
+                continue
+            if all(self._book.find(job_id) is not None for job_id in job_ids):
+                return
+            what = "is known" if found is None else "of that content is known"
+            raise UnknownCache(
+                f"no cache {ids.shown(use.id)} {what}",
+                remedy="put it first; list with: ekiden cache list",
+            )
 
     def _check_open(self) -> None:
         if self.draining:
@@ -159,7 +189,10 @@ def _settle_run(worker: str, run: m.AckRun) -> list[c.Command]:
             raise BadRequest("offsets and outputs of an ack differ in number")
         if max(map(len, run.outputs)) > limits.PAYLOAD_BYTES_MAX:
             raise TooLarge("a result over the limit", remedy="put large outputs in files")
-        found.append(c.Finish(worker, run.grant, run.offsets, run.outputs, run.notes))
+        if run.blobs:
+            known = range(len(run.outputs)) if run.offsets is None else run.offsets
+            check_blobs(run.blobs, known)
+        found.append(c.Finish(worker, run.grant, run.offsets, run.outputs, run.notes, run.blobs))
     if run.failures:
         bad = [f.cause for f in run.failures if f.cause not in CAUSES]
         if bad:
@@ -224,11 +257,36 @@ def _check_spec(raw: bytes) -> Spec:
             "needs out of range",
             remedy=f"need nothing negative, and up to {limits.LABELS_MAX} labels",
         )
+    if len(spec.caches) > limits.CACHES_PER_JOB:
+        raise BadRequest(
+            f"{len(spec.caches)} caches of a job", remedy=f"use up to {limits.CACHES_PER_JOB}"
+        )
+    if spec.route.data != tuple(sorted({use.id for use in spec.caches})) or (
+        len(spec.route.data) != len(spec.caches)
+    ):
+        raise BadRequest("caches and data of a spec differ", remedy="name each once, sorted")
+    check_blobs({0: list(spec.blobs)}, range(1))
     if tuple(sorted(needs.labels)) != needs.labels:
         raise BadRequest("labels of needs are not sorted", remedy="sort them by name")
     _check_texts("a label of needs", *chain.from_iterable(needs.labels))
     _check_texts("the run, key or pin", spec.run, spec.route.key, spec.route.pin)
     return spec
+
+
+def check_blobs(blobs: dict[int, list[BlobRef]], offsets: Collection[int]) -> None:
+    """Raise a Refusal if these cannot be the blobs that jobs at such offsets refer to."""
+    for offset, refs in blobs.items():
+        if offset not in offsets:
+            raise BadRequest("blobs are named for a job that is not there")
+        if len(refs) > limits.BLOBS_PER_JOB:
+            raise TooLarge(
+                f"a job with {len(refs):,} large files is over the limit of "
+                f"{limits.BLOBS_PER_JOB:,}",
+                remedy="pack them into an archive",
+            )
+        for blob, size in refs:
+            if _HASH.fullmatch(blob) is None or not 0 <= size <= limits.BLOB_BYTES_MAX:
+                raise BadRequest(f"{ids.shown(blob)} is no name of a blob")
 
 
 def check_join(message: m.Join) -> None:

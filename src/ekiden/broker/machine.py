@@ -19,6 +19,7 @@ from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
     AppendFailed,
     BlobRead,
+    CacheChecked,
     DiskSpace,
     Halt,
     Persisted,
@@ -30,6 +31,7 @@ from ekiden.broker.events import (
 )  # fmt: skip
 from ekiden.broker.herald import Herald
 from ekiden.broker.intake import Intake, refused
+from ekiden.broker.library import Library
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
 from ekiden.broker.store import Store
@@ -63,7 +65,7 @@ from ekiden.wire.session import Greeter, refusal_frame
 SWEEP_NS = NS // 4
 
 # Kinds of commands. Written out where they are asked for, a union is made anew at every step.
-_CHANGES = (c.Cancel, c.Replay, c.Purge)
+_CHANGES = (c.Cancel, c.Replay, c.Purge, c.RemoveCache)
 _OUTCOMES = (c.Finish, c.Fail, c.Release, c.Forfeit)
 
 # After a full disk, how long until the settles that did not fit are tried again.
@@ -107,10 +109,12 @@ class BrokerMachine:
         self._snapshotting = False
         self._rolled = False
         self._shutdown = False
+        self.library = Library(self)
         self.crew = Crew(self, now)
         self.desk = Desk(self)
         for route in book.queues:
             self.scheduler.wake(route)
+        self.library.open()
         if book.settings != config.settings():
             self.propose(c.Configure(config.settings()))
 
@@ -137,6 +141,8 @@ class BrokerMachine:
                     self.herald.congestion(peer, event)
             case UploadMoved() | BlobRead():
                 self.store.receive(event, now)
+            case CacheChecked():
+                self.library.checked(event)
             case WallClock():
                 self._wall, self._wall_at = event.wall, now
             case DiskSpace():
@@ -297,7 +303,7 @@ class BrokerMachine:
     # -------------------------------------------------------------- telling
 
     def _tell(self, changes: Changes, batch: Batch, shares: list[int], now: Instant) -> None:
-        submits, tallies = iter(changes.submits), iter(changes.tallies)
+        submits, tallies, puts = iter(changes.submits), iter(changes.tallies), iter(changes.puts)
         share, left, first = iter(shares), 0, 0
         touched: dict[str, None] = {}
         for command, peer, msg_id in batch:
@@ -314,10 +320,14 @@ class BrokerMachine:
                 tally = next(tallies)
                 if peer is not None and here:
                     self.desk.changed(peer, msg_id, command, tally)
+            elif isinstance(command, c.PutCache):
+                self.library.put(peer, msg_id, command, next(puts))
             elif isinstance(command, _OUTCOMES):
                 touched[command.worker] = None
                 if peer is not None:
                     peer.ack(msg_id)
+        if changes.removed:
+            self.library.removed(changes.removed)
         for queue in changes.woken:
             self.scheduler.wake(queue.route)
         for settlement in changes.settlements:
@@ -423,6 +433,8 @@ class BrokerMachine:
                 self.relay.unsubscribe(peer, message.sid)
             case m.Progress():
                 self.crew.progress(peer, message)
+            case m.CacheAck():
+                self.crew.cache_said(peer, message)
             case m.Peeked():
                 self.crew.peeked(peer, frame.corr_id, message)
             case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.Refusal():
@@ -493,6 +505,10 @@ class BrokerMachine:
                 peer.close()
         self._shutdown = False
         return True
+
+    def perform(self, effect: Any) -> None:
+        """With the effects of this turn."""
+        self._effects.append(effect)
 
     def log(self, level: str, event: str, **facts: Any) -> None:
         self._effects.append(Log(level, event, facts))

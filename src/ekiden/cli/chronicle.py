@@ -136,6 +136,8 @@ class _Teller:
             yield from self._tallied(command, tally)
         if isinstance(command, c.Configure):
             yield _configured(command)
+        elif isinstance(command, c.PutCache):
+            yield _cache_put(command)
 
     def _tallied(self, command: Any, tally: Tally) -> Iterator[Line]:
         match command:
@@ -150,6 +152,9 @@ class _Teller:
             case c.Purge():
                 for job_id in tally.changed:
                     yield {"event": "purge", "job": job_id}
+            case c.RemoveCache():
+                for cache_id in tally.changed:
+                    yield {"event": "cache_remove", "cache": cache_id}
 
 
 def _enqueued(command: c.Submit, outcome: SubmitOutcome, spec: j.Spec) -> Iterator[Line]:
@@ -226,6 +231,18 @@ def _configured(command: c.Configure) -> Line:
     return {"event": "configure", "settings": msgspec.structs.asdict(command.settings)}
 
 
+def _cache_put(command: c.PutCache) -> Line:
+    return {
+        "event": "cache_put",
+        "cache": command.cache.id,
+        "client": command.client,
+        "target": command.target,
+        "manifest": command.cache.manifest,
+        "files": command.files,
+        "bytes": command.size,
+    }
+
+
 # ------------------------------------------------------------------ not folded
 
 
@@ -267,6 +284,11 @@ def _asked(command: Any) -> Iterator[Line]:
                 yield {"event": type(command).__name__.lower(), "job": job_id}
         case c.Configure():
             yield _configured(command)
+        case c.PutCache():
+            yield _cache_put(command)
+        case c.RemoveCache():
+            for cache_id in command.ids:
+                yield {"event": "cache_remove", "cache": cache_id}
         case _:
             return
 

@@ -20,7 +20,9 @@ import msgspec
 
 from ekiden import limits
 from ekiden.core import commands as c
+from ekiden.core.caches import Caches
 from ekiden.core.effects import Changes, SubmitOutcome, Tally
+from ekiden.core.holdings import Holdings
 from ekiden.core.queues import Lane, Queue, park, unpark
 from ekiden.core.rows import (
     ORDINALS,
@@ -36,6 +38,7 @@ from ekiden.core.rows import (
 )
 from ekiden.core.runs import Runs
 from ekiden.model import jobs as j
+from ekiden.model.caches import BlobRef
 
 # The table of ids is many dicts. A dict that grows to a million keys stalls the loop for 25-55 ms
 # while it moves, and each new key is a walk through memory that no cache holds. Ids that differ at
@@ -119,6 +122,8 @@ class JobBook:
         self.result_bytes = 0
         self.ids_kept = 0
         self.runs = Runs()
+        self.blobs = Holdings()
+        self.caches = Caches()
         self._sweep_clients_at = IDLE_KEPT
         self._sweep_queues_at = IDLE_KEPT
         self._specs: dict[bytes, j.Spec] = {}
@@ -138,6 +143,8 @@ class JobBook:
             c.Purge: self._purge,
             c.Configure: self._configure,
             c.Tick: lambda _: None,
+            c.PutCache: self._put_cache,
+            c.RemoveCache: self._remove_cache,
         }
 
     # -------------------------------------------------------------- entrance
@@ -215,6 +222,10 @@ class JobBook:
         self.totals.accepted += len(rows)
         if rows:
             self.runs.submitted(origin, len(rows))
+            if command.blobs or spec.blobs:
+                self.blobs.submitted(spec, rows, command.blobs)
+            if spec.caches:
+                self.caches.submitted(origin, len(rows))
             client.live += len(rows)
             client.bytes += size
             self.live_bytes += size
@@ -427,11 +438,23 @@ class JobBook:
                     grant.rows[offset].note = note
             settlement.bytes = size
             self.live_bytes -= freed
+            if self.blobs or command.blobs:
+                self._hold_outputs(grant, settlement, command.blobs)
             self._spill(settlement, rows, outputs)
             self.totals.done += done
             self._close(settlement)
         self._unlease(grant, done)
         self._give_back(clients)
+
+    def _hold_outputs(
+        self, grant: Grant, settlement: Settlement, blobs: dict[int, list[BlobRef]]
+    ) -> None:
+        """The inputs of these are forgotten, and the outputs refer to `blobs`."""
+        for row in settlement.rows:
+            self.blobs.drop_input(row)
+        for offset, refs in blobs.items():
+            if 0 <= offset < len(grant.rows) and grant.rows[offset].place is settlement:
+                self.blobs.hold(grant.rows[offset], refs)
 
     def _spill(self, settlement: Settlement, rows: list[Row], outputs: list[bytes]) -> None:
         """Large outputs leave memory once they are handed on: the journal entry has them."""
@@ -647,6 +670,8 @@ class JobBook:
         self._came_in += count
         if self.runs:
             self.runs.ended(settlement.rows, settlement.state)
+        if self.caches.jobs:
+            self.caches.ended(settlement.rows)
         self._changes.settlements.append(settlement)
 
     def _cancel(self, command: c.Cancel) -> None:
@@ -708,6 +733,7 @@ class JobBook:
             client.live += 1
             client.bytes += len(row.body)
             self.live_bytes += len(row.body)
+            self.caches.submitted(row.origin, 1)
             generation = self.generations.get(job_id, (0, 0))[0] + 1
             self.generations[job_id] = (generation, len(row.history or ()))
             self._ready(row, returns=True)
@@ -722,6 +748,8 @@ class JobBook:
             if row.place in self._changes.settlements:
                 tally.settled.append(job_id)  # it ended in this very entry: not told yet
             else:
+                if self.blobs and not row.place.faded:
+                    self.blobs.drop_input(row)
                 self._forget(row)
                 self._drop(row)  # its place still says how it ended, to who is owed that news
                 tally.changed.append(job_id)
@@ -734,6 +762,22 @@ class JobBook:
             if cap and client.inflight >= cap and not client.parked:
                 park(client)
         self._give_back(clients)
+
+    # -------------------------------------------------------------- caches
+
+    def _put_cache(self, command: c.PutCache) -> None:
+        self._changes.puts.append(self.caches.put(command, self.wall))
+
+    def _remove_cache(self, command: c.RemoveCache) -> None:
+        tally = self._tally()
+        for cache_id in dict.fromkeys(command.ids):
+            if cache_id not in self.caches.known:
+                tally.unknown.append(cache_id)
+            elif cache_id in self.caches.jobs:
+                tally.settled.append(cache_id)
+            else:
+                self._changes.removed.append(self.caches.remove(cache_id))
+                tally.changed.append(cache_id)
 
     # -------------------------------------------------------------- retention
 
@@ -795,6 +839,10 @@ class JobBook:
         self.totals.faded += len(settlement.rows) * early
         settlement.bytes = 0
         settlement.faded = True
+        if self.blobs:
+            drop = self.blobs.drop_output if settlement.state == j.DONE else self.blobs.drop_input
+            for row in settlement.rows:
+                drop(row)
         for row in settlement.rows:
             row.body = row.history = row.note = None
         self.faded.append(settlement)

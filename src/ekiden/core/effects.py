@@ -6,6 +6,7 @@ again, so nothing here is a promise by itself.
 
 from __future__ import annotations
 
+from ekiden.core.caches import Cache
 from ekiden.core.queues import Queue
 from ekiden.core.rows import Grant, Row, Settlement
 
@@ -40,6 +41,8 @@ class Changes:
         "forfeited",
         "grants",
         "large",
+        "puts",
+        "removed",
         "requeued",
         "settlements",
         "stale",
@@ -53,7 +56,10 @@ class Changes:
         self.submits: list[SubmitOutcome] = []
         """One for every Submit command, in order."""
         self.tallies: list[Tally] = []
-        """One for every Cancel, Replay and Purge command, in order."""
+        """One for every Cancel, Replay, Purge and RemoveCache command, in order."""
+        self.puts: list[str] = []
+        """One for every PutCache command, in order: what came of it."""
+        self.removed: list[Cache] = []
         self.grants: list[Grant] = []
         self.forfeited: list[Grant] = []
         """Grants that ended because their worker was given up."""

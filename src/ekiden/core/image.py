@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Struct
 
 from ekiden.core.book import SHARED_TAIL, JobBook, Totals
+from ekiden.core.caches import Cache
 from ekiden.core.commands import Settings
 from ekiden.core.queues import park
 from ekiden.core.rows import (
@@ -32,7 +33,8 @@ from ekiden.core.rows import (
     Watch,
     WorkerLedger,
 )  # fmt: skip
-from ekiden.model.jobs import Cause, Note, Route
+from ekiden.model.caches import BlobRef
+from ekiden.model.jobs import DONE, Cause, Note, Route
 
 # Rows in one chunk, and bytes of their inputs: large enough to be quick, small enough to bound
 # memory while reading. Only lanes are split: what else lies together is small, and stays together.
@@ -51,6 +53,7 @@ class Columns(Struct, array_like=True):
     kept: dict[int, Kept]
     histories: dict[int, list[Cause]]
     notes: dict[int, Note]
+    blobs: dict[int, list[BlobRef]] = {}
 
 
 class Head(Struct, array_like=True, tag="head"):
@@ -66,6 +69,7 @@ class Head(Struct, array_like=True, tag="head"):
     next_seq: int
     cancelling: dict[str, str]
     generations: dict[str, tuple[int, int]]
+    caches: list[Cache] = []
 
 
 class OriginLine(Struct, array_like=True, gc=False):
@@ -156,7 +160,8 @@ _decode = msgspec.msgpack.Decoder(_Part).decode
 class _Writer:
     """Numbers origins as rows refer to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: dict[str, list[BlobRef]]) -> None:
+        self.held = held
         self.numbers: dict[int, int] = {}
         self.fresh: list[OriginLine] = []
 
@@ -178,7 +183,7 @@ class _Writer:
         return found
 
     def columns(self, rows: list[Row]) -> Columns:
-        number = self.number
+        number, held = self.number, self.held
         return Columns(
             [row.id for row in rows],
             [row.ordinal for row in rows],
@@ -188,6 +193,7 @@ class _Writer:
             {n: row.body for n, row in enumerate(rows) if isinstance(row.body, Kept)},
             {n: row.history for n, row in enumerate(rows) if row.history is not None},
             {n: row.note for n, row in enumerate(rows) if row.note is not None},
+            {n: held[row.id] for n, row in enumerate(rows) if row.id in held} if held else {},
         )
 
     def chunks(self, rows: list[Row], part: Callable[[Columns], Any]) -> Iterator[bytes]:
@@ -210,7 +216,7 @@ def _portions(rows: list[Row]) -> Iterator[list[Row]]:
 
 
 def _route_key(route: Route) -> tuple[Any, ...]:
-    return (route.subject, route.needs, route.key, route.pin, route.avoid)
+    return (route.subject, route.needs, route.key, route.pin, route.avoid, route.data)
 
 
 def dump(book: JobBook) -> Iterator[bytes]:
@@ -227,9 +233,10 @@ def dump(book: JobBook) -> Iterator[bytes]:
             book.next_seq,
             dict(sorted(book.cancelling.items())),
             dict(sorted(book.generations.items())),
+            list(book.caches.known.values()),
         )  # fmt: skip
     )
-    write, parts = _Writer(), 0
+    write, parts = _Writer(book.blobs.of_job), 0
     for chunk in _dump_parts(book, write):
         parts += 1
         yield chunk
@@ -331,6 +338,8 @@ class _Reader:
             rows[n].history = history
         for n, note in columns.notes.items():
             rows[n].note = note
+        for n, blobs in columns.blobs.items():
+            self.book.blobs.of_job[rows[n].id] = blobs
         return rows
 
     def live(self, rows: list[Row], *, leased: bool = False) -> None:
@@ -349,6 +358,7 @@ class _Reader:
                 book.digest, book.settings, book.totals = part.digest, part.settings, part.totals
                 book.next_grant, book.next_seq = part.next_grant, part.next_seq
                 book.cancelling, book.generations = part.cancelling, part.generations
+                book.caches.known = {cache.use.id: cache for cache in part.caches}
                 return
             case Tail():
                 assert part.parts == self.parts, (part.parts, self.parts)
@@ -446,9 +456,24 @@ def load(chunks: Iterable[bytes]) -> JobBook:
         reader.read(_decode(chunk))
     assert reader.complete, "the snapshot has no tail"
     book = reader.book
-    book.runs.recount(row for shard in book.known for row in shard.values())
+    _count_again(book)
     cap = book.settings.client_inflight_max
     for client in book.clients.values():
         if cap and client.inflight >= cap:
             park(client)
     return book
+
+
+def _count_again(book: JobBook) -> None:
+    """What follows from the rows and is not written down."""
+    for shard in book.known:
+        book.runs.recount(shard.values())
+        for row in shard.values():
+            spec = row.origin.spec
+            if not (spec.caches or spec.blobs or book.blobs.of_job):
+                continue
+            ended = isinstance(row.place, Settlement)
+            if not ended:
+                book.caches.submitted(row.origin, 1)
+            if not (ended and row.place.faded):
+                book.blobs.loaded(row, is_output=ended and row.place.state == DONE)

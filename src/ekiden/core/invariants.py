@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from ekiden.core.book import JobBook
+from ekiden.core.caches import Caches
+from ekiden.core.holdings import Holdings
 from ekiden.core.queues import Lane
 from ekiden.core.rows import ClientLedger, Delay, Grant, Row, Settlement
 from ekiden.core.runs import Runs
+from ekiden.model.jobs import DONE
 
 
 def check(book: JobBook) -> None:
@@ -41,6 +44,7 @@ def check(book: JobBook) -> None:
     _check_grants(book, leased)
     _check_retention(book)
     _check_runs(book)
+    _check_data(book)
     for job_id in book.cancelling:
         found = book.find(job_id)
         assert found is not None, job_id
@@ -101,6 +105,23 @@ def _check_runs(book: JobBook) -> None:
     again.recount(row for shard in book.known for row in shard.values())
     counted = {name: tally.counts() for name, tally in book.runs.tallies.items()}
     assert counted == {name: tally.counts() for name, tally in again.tallies.items()}, counted
+
+
+def _check_data(book: JobBook) -> None:
+    caches, blobs = Caches(), Holdings()
+    blobs.of_job = book.blobs.of_job
+    held: set[str] = set()
+    for shard in book.known:
+        for row in shard.values():
+            ended = row.place if isinstance(row.place, Settlement) else None
+            if ended is None:
+                caches.submitted(row.origin, 1)
+            if ended is None or not ended.faded:
+                blobs.loaded(row, is_output=ended is not None and ended.state == DONE)
+                held.add(row.id)
+    assert caches.jobs == book.caches.jobs, book.caches.jobs
+    assert blobs.counts() == book.blobs.counts(), book.blobs.counts()
+    assert not book.blobs.of_job.keys() - held, "blobs are held for nobody"
 
 
 def _check_retention(book: JobBook) -> None:

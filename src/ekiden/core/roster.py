@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from ekiden import limits
 from ekiden.core.book import JobBook
 from ekiden.core.subjects import SubjectTrie
+from ekiden.model.caches import CacheUse
 from ekiden.model.jobs import Needs
 
 READY = "ready"
 DRAINING = "draining"
 QUARANTINED = "quarantined"
 SILENT = "silent"
+
+CACHE_HERE = ("ok", "skipped")
+
+
+class CacheWord(Struct, frozen=True):
+    """What a worker has said last of a cache."""
+
+    manifest: str
+    status: str
+    text: str
+    done: int
+    total: int
 
 
 class RosterWorker:
@@ -32,6 +47,8 @@ class RosterWorker:
         self.running: list[tuple[int, int, int]] = []
         self.progress: dict[tuple[int, int], bytes] = {}
         """The last word of attempts that run, by grant and offset, as far as they are short."""
+        self.caches: dict[str, CacheWord] = {}
+        """Its last word on each, by id."""
         self.draining = False
         self.failed_in_row: dict[str, None] = {}
         self.quarantined_until = 0
@@ -86,6 +103,16 @@ class RosterWorker:
     def forget_plans(self) -> None:
         """The entry they were in is applied, or will never be."""
         self.planned = self.planned_cpu = self.planned_mem = 0
+
+    def has(self, use: CacheUse) -> bool:
+        """Whether it has said that it has this cache, with this content."""
+        word = self.caches.get(use.id)
+        return word is not None and word.manifest == use.manifest and word.status in CACHE_HERE
+
+    def lacks(self, data: tuple[str, ...]) -> int:
+        """How many of these caches it has not said to have. Ids will do: this is about speed."""
+        words = [self.caches.get(cache_id) for cache_id in data]
+        return sum(word is None or word.status not in CACHE_HERE for word in words)
 
     def suits(self, needs: Needs) -> bool:
         """Whether it could ever run such a job."""

@@ -27,6 +27,10 @@ ROUND_ROBIN: Final = "round-robin"
 # Pools are a cache of "who may take this route"; it is dropped whole when it gets this large.
 POOLS_MAX: Final = 20_000
 
+# To fetch a cache is taken to last as long as two jobs in every slot: a worker that has it is
+# preferred until so much more waits there, and one that has not is never left idle for long.
+FETCH_ROUNDS: Final = 2
+
 
 class Pool:
     """Workers that may take the same routes, in the order they are to be chosen."""
@@ -215,9 +219,10 @@ class Scheduler:
             return self._sticky(pool, route, book)
         if not (needs.cpu_milli or needs.mem_mb or route.avoid):
             worker = pool.best(book, self.roster)
-            return worker, worker.free(book) if worker is not None else 0
+            if worker is None or not route.data or not worker.lacks(route.data):
+                return worker, worker.free(book) if worker is not None else 0
         roomy = [
-            (w.id == route.avoid, w.held(book), w.last_use, w.id, w)
+            (w.id == route.avoid, _load(w, route.data, book), w.last_use, w.id, w)
             for w in pool.workers
             if w.room(needs, book) > 0
         ]
@@ -236,3 +241,8 @@ class Scheduler:
         worker = max(able, key=lambda w: (hashlib.sha256(key + w.id.encode()).digest(), w.id))
         room = worker.room(route.needs, book)
         return (worker, room) if room > 0 else (None, 0)
+
+
+def _load(worker: RosterWorker, data: tuple[str, ...], book: JobBook) -> int:
+    """What the worker holds; data it would have to fetch first counts like that many jobs."""
+    return worker.held(book) + FETCH_ROUNDS * worker.slots * worker.lacks(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ekiden.model.caches import CacheUse
 from ekiden.model.jobs import Cause, Needs, Note, Route, Spec
 from ekiden.wire import messages as m
 
@@ -67,4 +68,7 @@ EXAMPLES: list[m.Message] = [
     m.BlobPull("ab" * 32, 1 << 20, 256 << 10),
     m.BlobPart("ab" * 32, 1 << 20, b"part", 1 << 40),
     m.BlobStored("ab" * 32),
+    m.BlobSpoiled("ab" * 32, 1 << 40),
+    m.CacheOffer([CacheUse("d1", "cd" * 32, 300)], True, True),
+    m.CacheAck("d1", "cd" * 32, "failed", "its disk is full", 5, 9),
 ]

@@ -19,14 +19,14 @@ from ekiden import errors, limits
 from ekiden.core.subjects import check_pattern, match
 from ekiden.errors import BadSubject
 from ekiden.machine import Frame
-from ekiden.model import jobs
+from ekiden.model import caches, jobs
 from ekiden.wire import messages
 from ekiden.wire.frames import FrameReader, encode_frame
 from ekiden.wire.session import Caller, Greeter
 
 PAGE = Path(__file__).parents[3] / "docs" / "PROTOCOL.md"
 PARTS = [
-    jobs.Spec, jobs.Route, jobs.Needs, messages.Refused, messages.ResultRun, messages.Ended,
+    jobs.Spec, caches.CacheUse, jobs.Route, jobs.Needs, messages.Refused, messages.ResultRun, messages.Ended,
     messages.AssignRun, messages.AckRun, messages.Failure, jobs.Cause, jobs.Note,
 ]  # fmt: skip
 
