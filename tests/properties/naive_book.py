@@ -67,6 +67,17 @@ class Job:
     output: bytes | None = None
     note: j.Note | None = None
     group: Group | None = None
+    blobs: list[tuple[str, int]] = field(default_factory=list)
+    """What the input refers to."""
+    output_blobs: list[tuple[str, int]] = field(default_factory=list)
+
+    def held(self) -> list[tuple[str, int]]:
+        """Blobs that are kept for its sake."""
+        if self.group is not None and self.group.faded:
+            return []
+        if self.state == j.DONE:
+            return self.output_blobs
+        return [*self.blobs, *self.spec.blobs]
 
     @property
     def route(self) -> j.Route:
@@ -99,6 +110,7 @@ class Told:
     stops: list[tuple[int, int]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
     stale: int = 0
+    puts: list[str] = field(default_factory=list)
 
 
 class NaiveBook:
@@ -123,6 +135,8 @@ class NaiveBook:
             ("accepted", "repeated", "leased", "done", "failed", "cancelled", "retried", "stale",
              "faded", "evicted"), 0,
         )  # fmt: skip
+        self.caches: dict[str, tuple[str, list[str]]] = {}
+        """Id → manifest and targets."""
         self.told = Told()
         self._count = 0
 
@@ -204,8 +218,9 @@ class NaiveBook:
             known = self.jobs.get(job_id)
             if known is None:
                 self.jobs[job_id] = Job(
-                    job_id, command.client, command.session, spec, body, digest, command.expires_at
-                )
+                    job_id, command.client, command.session, spec, body, digest,
+                    command.expires_at, blobs=command.blobs.get(n, []),
+                )  # fmt: skip
                 fresh.append(self.jobs[job_id])
             elif known.digest == digest and known.spec == spec:
                 repeated.append(n)
@@ -294,6 +309,7 @@ class NaiveBook:
             job = self.owned(command.worker, command.grant, offset)
             if job is not None:
                 job.output, job.note = output, command.notes.get(offset)
+                job.output_blobs = command.blobs.get(offset, [])
                 group.leased = self.grants[command.grant][1]
                 clients.append(job.client)
                 self.end(job, group)
@@ -488,6 +504,38 @@ class NaiveBook:
         for client in clients:
             self.park_if_at_cap(client)
         self.unpark_if_below_cap(clients)
+
+    def do_putcache(self, command: c.PutCache) -> None:
+        use = command.cache
+        known, targets = self.caches.get(use.id, (use.manifest, []))
+        if known != use.manifest:
+            self.told.puts.append("conflict")
+        elif use.id not in self.caches:
+            self.told.puts.append("new")
+            self.caches[use.id] = (use.manifest, [command.target])
+        elif command.target in targets:
+            self.told.puts.append("same")
+        else:
+            self.told.puts.append("widened")
+            targets.append(command.target)
+
+    def do_removecache(self, command: c.RemoveCache) -> None:
+        removed, in_use, unknown = [], [], []
+        for cache_id in dict.fromkeys(command.ids):
+            if cache_id not in self.caches:
+                unknown.append(cache_id)
+            elif self.users(cache_id):
+                in_use.append(cache_id)
+            else:
+                del self.caches[cache_id]
+                removed.append(cache_id)
+        self.told.tallies.append((removed, [], in_use, unknown))
+
+    def users(self, cache_id: str) -> int:
+        return sum(
+            job.group is None and any(use.id == cache_id for use in job.spec.caches)
+            for job in self.jobs.values()
+        )
 
     def do_tick(self, _: c.Tick) -> None:
         pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from ekiden.core.effects import Changes
 from ekiden.core.queues import Lane
 from ekiden.core.rows import Delay, Grant, Kept, Row, Settlement, Watch
 from ekiden.model import jobs as j
+from ekiden.model.caches import CacheUse
 
 ENTRIES = 400
 SEEDS = range(24)
@@ -31,6 +33,7 @@ if "EKIDEN_WALK_SEEDS" in os.environ:
     SEEDS = range(first, last + 1)
 
 WORKERS = ("w1", "w2", "w3")
+CACHES = ("d1", "d2", "d3")
 CLIENTS = ("ann", "bob", "cid", "dee")
 SPECS = tuple(
     j.Spec(
@@ -40,11 +43,14 @@ SPECS = tuple(
         max_attempts=attempts,
         retry_on=retry_on,
         run=("", "night")[attempts % 2],
+        caches=tuple(CacheUse(each, "aa" * 32, 9) for each in route.data),
+        blobs=(("shared", 70_000),) if priority else (),
     )  # fmt: skip
-    for route in (j.Route("a.x"), j.Route("a.y", key="k"), j.Route("a.x", pin="w1"))
+    for route in (j.Route("a.x"), j.Route("a.y", key="k"), j.Route("a.x", pin="w1", data=("d1",)))
     for priority in (0, 5)
     for attempts, retry_on in ((0, None), (2, (j.TIMEOUT, j.WORKER_LOST)), (9, None))
 )
+TALLIED = (c.Cancel, c.Replay, c.Purge, c.RemoveCache)
 CAUSES = (j.HANDLER_ERROR, j.TIMEOUT, j.WORKER_LOST, j.CANCEL_CONFIRMED)
 
 
@@ -56,7 +62,7 @@ class Walk:
         self.live = JobBook()
         self.naive = NaiveBook(self.backoff_until)
         self.fresh = 0
-        kinds = "SSSSAAAAAFFFFEERXCKYQT"
+        kinds = "SSSSAAAAAFFFFEERXCKYQTPM"
         # Some lives are short of workers, some full of failures, some of people changing things.
         self.kinds = kinds + self.rng.choice(("", "SSSSS", "EEEXX", "CCYYQ", "AAFF"))
 
@@ -111,6 +117,8 @@ class Walk:
         spec = msgspec.Raw(msgspec.msgpack.encode(of))
         digests = b"".join(hashlib.sha256(body).digest()[:8] for body in bodies)
         client = rng.choice(CLIENTS)
+        if rng.random() < 0.5:
+            odd["blobs"] = self.blobs(len(ids))
         return c.Submit(client, f"s-{client}", spec, ids, digests, bodies, **odd)
 
     def assign(self) -> c.Command:
@@ -118,6 +126,15 @@ class Walk:
         waiting = [route for route, queue in self.live.queues.items() if queue.lanes]
         route = rng.choice(waiting or [j.Route("a.none")])
         return c.Assign(rng.choice(WORKERS), route, rng.randint(1, 9))
+
+    def blobs(self, size: int) -> dict[int, list[tuple[str, int]]]:
+        """Few names, so that many jobs share one; and named for jobs that are not there."""
+        rng = self.rng
+        return {
+            offset: [(f"b{rng.randint(0, 5)}", 100_000) for _ in range(rng.randint(1, 3))]
+            for offset in (*range(size), size + 3, -1)
+            if rng.random() < 0.2
+        }
 
     def notes(self, size: int) -> dict[int, j.Note]:
         return {o: j.Note(ran_ns=5) for o in (0, size + 3, -1, -99) if self.rng.random() < 0.1}
@@ -128,7 +145,7 @@ class Walk:
         offsets = self.offsets(size) if rng.random() < 0.7 else None
         count = rng.randint(1, size + 1) if offsets is None else len(offsets)
         outputs = [rng.choice((b"", b"out", b"L" * 1500)) + bytes([n]) for n in range(count)]
-        return c.Finish(worker, number, offsets, outputs, self.notes(size))
+        return c.Finish(worker, number, offsets, outputs, self.notes(size), self.blobs(size))
 
     def fail(self) -> c.Command:
         worker, number, size = self.grant()
@@ -186,6 +203,11 @@ class Walk:
                 return c.Replay(self.ids(8))
             case "Q":
                 return c.Purge(self.ids(2))
+            case "P":
+                use = CacheUse(rng.choice(CACHES), rng.choice(("aa", "bb")) * 32, 9)
+                return c.PutCache(use, "ann", rng.choice(("a.>", "b.>")), 3, 1000)
+            case "M":
+                return c.RemoveCache(rng.choices(CACHES, k=rng.randint(1, 3)))
             case _:
                 return c.Tick()
 
@@ -265,14 +287,31 @@ def told(changes: Changes) -> Told:
         [],
         [],
         changes.stale,
+        changes.puts,
     )
 
 
-def compare(live: JobBook, naive: NaiveBook, changes: Changes, saying: Told) -> None:
+def compare(
+    live: JobBook, naive: NaiveBook, entry: c.Entry, changes: Changes, saying: Told
+) -> None:
+    tallied = [each for each in entry.commands if isinstance(each, TALLIED)]
+    caches = live.caches.known.values()
     mine = told(changes)
     assert mine.submits == saying.submits
     assert mine.tallies == saying.tallies
     assert mine.stale == saying.stale
+    assert mine.puts == saying.puts
+    assert [cache.use.id for cache in changes.removed] == [
+        cache_id
+        for command, (removed, *_) in zip(tallied, saying.tallies, strict=True)
+        if isinstance(command, c.RemoveCache)
+        for cache_id in removed
+    ]
+    known = {cache.use.id: (cache.use.manifest, cache.targets) for cache in caches}
+    assert known == naive.caches
+    assert live.blobs.counts() == Counter(
+        blob for job in naive.jobs.values() for blob, _ in job.held()
+    )
     assert [(g.number, g.worker.id) for g in changes.grants] == [g[:2] for g in saying.grants]
     assert [(s.state, s.reason, [row.id for row in s.rows]) for s in changes.settlements] == [
         (g.state, g.reason, [job.id for job in g.jobs]) for g in saying.groups
@@ -306,7 +345,7 @@ def test_book_naive_book_and_reloaded_book_go_the_same_way(
             saying = naive.apply(entry)
             loaded.apply(c.decode_entry(index, payload))
 
-            compare(live, naive, changes, saying)
+            compare(live, naive, entry, changes, saying)
             invariants.check(live)
             invariants.check(loaded)
             assert image.fingerprint(live) == image.fingerprint(loaded)
