@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any, TypeVar
 
 import msgspec
 
 from ekiden import limits
-from ekiden.broker.events import AppendFailed, Persisted, WallClock
+from ekiden.broker.events import (
+    AppendFailed,
+    CacheChecked,
+    CheckCache,
+    Persisted,
+    ReleaseCache,
+    WallClock,
+)
 from ekiden.broker.machine import BrokerMachine
 from ekiden.broker.recovery import open_broker
 from ekiden.config import BrokerConfig
@@ -151,6 +159,11 @@ class House:
         self.append: Append | None = None
         self.slow = False
         """The disk takes its time: nothing is written unless a test says `persist`."""
+        self.shelf: dict[str, CacheChecked] = {}
+        """What the disk says of a cache, by manifest; else that all is there."""
+        self.checking: list[CheckCache] = []
+        self.pins: Counter[str] = Counter()
+        """How often the disk was told to keep the bytes of a cache, less how often to let go."""
         self.config = BrokerConfig(**config)
         self.opened = open_broker(
             self.storage, self.config, key=KEY, broker_id="b1", group_id=GROUP, now=now, wall=wall
@@ -178,6 +191,11 @@ class House:
                 case Close():
                     self.fars[effect.conn].open = False
                     effects.append(effect)
+                case CheckCache():
+                    self.pins[effect.cache.manifest] += 1
+                    self.checking.append(effect)
+                case ReleaseCache():
+                    self.pins[effect.cache.manifest] -= 1
                 case _:
                     effects.append(effect)
         return effects
@@ -193,12 +211,22 @@ class House:
         else:
             self.machine.receive(Persisted(append.upto), self.now)
 
+    def look(self) -> None:
+        """The disk looks for the bytes of the caches it was asked about."""
+        checking, self.checking = self.checking, []
+        for check in checking:
+            answer = self.shelf.get(check.cache.manifest, CacheChecked(0, files=3, size=1000))
+            self.machine.receive(msgspec.structs.replace(answer, number=check.number), self.now)
+
     def settle(self) -> list[Any]:
         """Turns, with a quick disk, until nothing more happens. Effects but appends."""
         effects: list[Any] = []
         for _ in range(100):
             new = self.turn()
-            effects += [effect for effect in new if not isinstance(effect, Append)]
+            if self.checking and not self.slow:
+                self.look()
+                new.append(None)
+            effects += [effect for effect in new if effect and not isinstance(effect, Append)]
             if self.append is not None and not self.slow:
                 self.persist()
             elif not new:
