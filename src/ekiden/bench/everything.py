@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ekiden.bench import idle, latency, noop, recovery, report, scale, soak, work
+from ekiden.bench import cache, idle, latency, noop, recovery, report, scale, soak, work
 from ekiden.bench.processes import BenchFailed
 from ekiden.errors import WrongUsage
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 BENCHES = (
-    "noop", "latency", "program", "function", "service", "recovery", "scale", "idle", "soak",
+    "noop", "latency", "program", "function", "service", "cache", "recovery", "scale",
+    "idle", "soak",
 )  # fmt: skip
 
 # More than this used by others, and the figures are not those of the systems measured.
@@ -41,6 +42,7 @@ def run(
         "program": lambda: work.program(folder=folder, tell=tell),
         "function": lambda: work.function(folder=folder, tell=tell),
         "service": lambda: work.service(folder=folder, tell=tell),
+        "cache": lambda: cache.run(folder=folder, tell=tell),
         "recovery": lambda: recovery.run(folder=folder, tell=tell),
         "scale": lambda: scale.run(folder=folder, tell=tell),
         "idle": lambda: idle.run(folder=folder),

@@ -212,10 +212,35 @@ def service(
     )
 
 
+@app.command()
+def cache(
+    rounds: Rounds = 3,
+    large_mb: Annotated[int, typer.Option(min=8, help="Of large files, put to 4 workers.")] = 1024,
+    small_files: Annotated[int, typer.Option(min=100, help="In one put.")] = 10_000,
+    giant_mb: Annotated[int, typer.Option(min=8, help="Of one file, to see memory.")] = 2048,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """Data shipped to four workers, by plain copies; small files; the same again; who waits."""
+    from ekiden.bench import cache as bench
+
+    _measure(
+        lambda: bench.run(
+            rounds=rounds,
+            large_mb=large_mb,
+            small_files=small_files,
+            giant_mb=giant_mb,
+            folder=folder,
+            tell=output.say,
+        ),
+        as_json,
+    )
+
+
 @app.command("all")
 def everything(
     only: Annotated[str, typer.Option(help="Of these.")] = (
-        "noop,latency,program,function,service,recovery,scale,idle,soak"
+        "noop,latency,program,function,service,cache,recovery,scale,idle,soak"
     ),
     soak_seconds: Annotated[float, typer.Option(min=10.0, help="How long to soak.")] = 300.0,
     write: Annotated[
