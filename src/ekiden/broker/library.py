@@ -222,11 +222,11 @@ class Library:
 
     def welcome(self, worker: RosterWorker) -> None:
         """Tell a worker of all the caches that are meant for it."""
-        mine = [
-            cache.use
-            for cache in self._broker.book.caches.known.values()
-            if any(overlap(target, p) for target in cache.targets for p in worker.patterns)
-        ]
+        known = self._broker.book.caches.known.values()
+        # Thousands of caches have few targets: each is held against the patterns once.
+        targets = dict.fromkeys(target for cache in known for target in cache.targets)
+        reach = {t for t in targets if any(overlap(t, each) for each in worker.patterns)}
+        mine = [cache.use for cache in known if not reach.isdisjoint(cache.targets)]
         self._offer(worker, mine, whole=True)
 
     def said(self, worker: RosterWorker, message: m.CacheAck) -> None:
