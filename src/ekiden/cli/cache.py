@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -29,6 +30,8 @@ WORKER_COLUMNS: Final = ("worker", "status", "#there", "#of", "message")
 
 FAILURES_SHOWN: Final = 20
 TARGET: Final = "job.assign.>"
+
+LOOK_S: Final = 0.5
 
 _BAR: Final = 24
 _WORDS: Final = {"reading": "reading", "sending": "sending", "reaching": "at the workers"}
@@ -226,6 +229,12 @@ def line(progress: CacheProgress) -> str:
 # ------------------------------------------------------------------ looking at caches
 
 
+def _missing(cache: dict[str, Any]) -> str:
+    """Whether the broker's own store has all of it."""
+    blobs = cache.get("missing", 0)
+    return f"{output.count(blobs, 'blob')} of the broker's store: put it again" if blobs else ""
+
+
 @app.command("list", epilog=output.EXIT_CODES)
 def list_command(
     connect: options.Connect = options.ADDRESS_DEFAULT,
@@ -302,6 +311,7 @@ def show_command(
             ("put", f"{output.clock(cache['put'])} ({age(cache['put'])})"),
             ("targets", cache["targets"]),
             ("jobs", f"{cache['jobs']:,} that have not ended use it"),
+            ("missing", _missing(cache)),
         ]
     )
     print()
@@ -331,27 +341,51 @@ def show_command(
 @app.command("verify", epilog=output.EXIT_CODES)
 def verify_command(
     cache_id: CacheId,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", min=0, metavar="SECONDS", help="Stop waiting; workers go on."),
+    ] = 600.0,
     connect: options.Connect = options.ADDRESS_DEFAULT,
     key_file: options.KeyFile = None,
     as_json: options.Json = False,
-) -> None:
+) -> int:
     """Have every worker read its copy again and mend what is damaged.
 
-    The workers do it beside their jobs; 'cache show' says how it went: skipped is sound, ok was
-    mended.
+    The workers do it beside their jobs. Ends with 1 if one could not mend its copy, or has not said
+    so in time.
 
     \b
     example:
       $ ekiden cache verify curves-0517
     """
+    from ekiden.client.caches import workers_of
+
     with options.connected(connect, key_file) as client:
-        answer = client.verify_cache(cache_id)
+        client.verify_cache(cache_id)
+        deadline = monotonic() + timeout
+        while True:
+            cache = client.cache(cache_id)
+            workers = workers_of(cache)
+            left_s = deadline - monotonic()
+            if left_s <= 0 or all(worker.settled for worker in workers):
+                break
+            sleep(min(LOOK_S, left_s))
+    counts = {
+        "sound": sum(worker.status == "skipped" for worker in workers),
+        "mended": sum(worker.status == "ok" for worker in workers),
+        "failed": sum(worker.settled and not worker.has_it for worker in workers),
+        "open": sum(not worker.settled for worker in workers),
+    }
     if as_json:
-        output.emit(answer)
-        return
-    workers = output.count(answer["workers"], "worker")
-    print(f"{workers} to read {output.plain(cache_id)} again")
-    output.say(f"see how it went: ekiden cache show {cache_id}")
+        output.emit({"id": cache_id, **counts, "workers": cache["workers"]})
+    else:
+        print(" · ".join(f"{count:,} {word}" for word, count in counts.items()))
+        for worker in workers:
+            if not worker.has_it:
+                output.say(
+                    f"  {output.plain(worker.id)}: {worker.status} {output.plain(worker.text)}"
+                )
+    return output.JOB_FAILED if counts["failed"] or counts["open"] else output.DONE
 
 
 @app.command("rm", epilog=output.EXIT_CODES)

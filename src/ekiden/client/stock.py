@@ -34,7 +34,7 @@ T = TypeVar("T")
 Work = Callable[[Porter], Coroutine[Any, Any, T]]
 
 # Caches told in one answer of the broker.
-_PAGE = 1000
+_PAGE = 500
 
 
 class _Jobs:

@@ -202,9 +202,6 @@ def test_caches_are_listed_shown_verified_and_removed(machine: CacheMachine, sai
     assert main(["cache", "show", "b", "--files", "--json"]) == 0
     assert [(f["name"], f["size"]) for f in document(said)["content"]] == [("x", 1), ("y", 2)]
 
-    assert main(["cache", "verify", "b"]) == 0
-    assert said()[0] == ["1 worker to read b again"]
-
     assert main(["cache", "rm", "a", "q"]) == 4
     out, err = said()
     assert out == ["1 removed · 0 in use · 1 unknown"]
@@ -214,6 +211,31 @@ def test_caches_are_listed_shown_verified_and_removed(machine: CacheMachine, sai
 
     assert main(["cache", "list"]) == 0
     assert "ekiden cache put" in said()[1]
+
+
+def test_verify_waits_for_the_workers_and_names_those_that_failed(
+    machine: CacheMachine, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LOOK_S", 0.001)
+    files(x="1")
+    main(["cache", "put", "a", "x"])
+    said()
+    looks = machine.looks
+    machine.workers = lambda look: [
+        worker("w1", "skipped"),
+        worker("w2", "pending" if look < looks + 3 else "ok"),
+    ]
+
+    assert main(["cache", "verify", "a"]) == 0
+    assert said()[0] == ["1 sound · 1 mended · 0 failed · 0 open"]
+
+    machine.workers = lambda _look: [worker("w1", "failed", "no room"), worker("w2", "pending")]
+    assert main(["cache", "verify", "a", "--timeout", "0"]) == 1
+    out, err = said()
+    assert out == ["0 sound · 0 mended · 1 failed · 1 open"]
+    assert "  w1: failed no room\n" in err
+    assert main(["cache", "verify", "a", "--timeout", "0", "--json"]) == 1
+    assert document(said)["failed"] == 1
 
 
 def test_an_unknown_cache_is_refused_with_the_next_step(machine: CacheMachine, said: Said) -> None:
