@@ -14,6 +14,7 @@ from ekiden import errors
 if TYPE_CHECKING:
     from ekiden.client.aio import AsyncClient, AsyncJobFuture, AsyncSubscription
     from ekiden.client.blocking import BlockingSubscription, Client
+    from ekiden.client.caches import CacheFile, CacheProgress, CacheReport, CacheWorker
     from ekiden.client.core import Message
     from ekiden.client.executor import Executor
     from ekiden.client.functions import FunctionFuture, RemoteTraceback
@@ -29,6 +30,10 @@ _HOMES = {
     "AsyncJobFuture": "ekiden.client.aio",
     "AsyncSubscription": "ekiden.client.aio",
     "BlockingSubscription": "ekiden.client.blocking",
+    "CacheFile": "ekiden.client.caches",
+    "CacheProgress": "ekiden.client.caches",
+    "CacheReport": "ekiden.client.caches",
+    "CacheWorker": "ekiden.client.caches",
     "Client": "ekiden.client.blocking",
     "CurrentJob": "ekiden.worker.runner",
     "Executor": "ekiden.client.executor",
@@ -48,6 +53,10 @@ __all__ = [
     "AsyncJobFuture",
     "AsyncSubscription",
     "BlockingSubscription",
+    "CacheFile",
+    "CacheProgress",
+    "CacheReport",
+    "CacheWorker",
     "Client",
     "CurrentJob",
     "Executor",

@@ -250,6 +250,8 @@ class CacheIncomplete(Fault):
     safe and brings it to those that lack it."""
 
     code = "cache_incomplete"
+    report: object = None
+    """At the client: how far it came, an `ekiden.CacheReport`."""
 
 
 class ResultGone(Fault):

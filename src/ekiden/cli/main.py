@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from ekiden.cli import (
     bench,
     broker,
+    cache,
     dlq,
     jobs,
     log,
@@ -32,7 +33,7 @@ from ekiden.errors import EkidenError, WrongUsage
 
 SECTIONS: Final = {
     "Start": ("up", "broker", "leader", "worker"),
-    "Work": ("run", "attach", "submit", "wait", "pub", "sub"),
+    "Work": ("run", "attach", "submit", "wait", "cache", "pub", "sub"),
     "Look after": ("stats", "runs", "jobs", "logs", "dlq", "workers", "log"),
     "More": ("bench", "version"),
 }
@@ -83,6 +84,7 @@ _add("pub", pubsub.pub)
 _add("sub", pubsub.sub)
 _add("stats", stats.stats)
 _add("logs", logs.logs)
+app.add_typer(cache.app, name="cache")
 app.add_typer(runs.app, name="runs")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(dlq.app, name="dlq")

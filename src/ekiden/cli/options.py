@@ -56,6 +56,10 @@ Limit: TypeAlias = Annotated[
 Subject: TypeAlias = Annotated[
     str, typer.Option("--subject", metavar="PATTERN", help="Only jobs sent to these subjects.")
 ]
+Caches: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--cache", metavar="ID[,ID]", help="Data that must be there: ekiden cache put."),
+]
 ClientId: TypeAlias = Annotated[
     str, typer.Option("--client", metavar="ID", help="Only jobs of this client.")
 ]

@@ -89,6 +89,7 @@ def run(
         list[Path] | None,
         typer.Option("--with", metavar="FILE", help="Send this file along with every job."),
     ] = None,
+    caches: options.Caches = None,
     no_ship: Annotated[
         bool, typer.Option("--no-ship", help="Inputs are text, also if they name files here.")
     ] = False,
@@ -131,6 +132,8 @@ def run(
       $ ekiden run --retry 2 --joblog night.log sim --seed {1} --vol {2} ::: 1 2 3 ::: 0.1 0.2
       # Python: the script must travel too.
       $ ekiden run --with model.py python3 model.py {} ::: data/*.csv
+      # Data the workers have already: see ekiden cache put.
+      $ ekiden run --cache curves sh -c 'price $EKIDEN_CACHE/curves/{}' ::: eur usd
       # Leave it to itself, come back from anywhere.
       $ ekiden run --detach --name night ./price.sh ::: trades/*.json
       $ ekiden attach night
@@ -160,6 +163,7 @@ def run(
                 "retry_on": None if retry is None else _retry_on(),
                 "needs": options.parse_needs(needs) or None,
                 "priority": priority,
+                "caches": tuple(options.split_list(caches)) or None,
             },
         )
         rows = starting.read_rows(line)
@@ -178,6 +182,8 @@ def run(
             detach=detach,
         )
         with options.connected(connect, key_file) as client:
+            for cache in options.split_list(caches):
+                client.cache(cache)  # refuses one that is not known, before any job is made
             return starting.Start(client, order, wishes).follow(rows)
     except (EkidenError, TimeoutError) as error:
         output.print_error(error, as_json=as_json)

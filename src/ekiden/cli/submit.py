@@ -94,6 +94,7 @@ def submit(
     worker: Annotated[
         str, typer.Option("--worker", metavar="ID", help="Only this worker may run it.")
     ] = "",
+    caches: options.Caches = None,
     run: Annotated[
         str, typer.Option("--run", metavar="NAME", help="A name to find its jobs by.")
     ] = "",
@@ -131,6 +132,7 @@ def submit(
         "needs": options.parse_needs(needs) or None,
         "key": key or None,
         "pin": worker or None,
+        "caches": tuple(options.split_list(caches)) or None,
         "run": run,
     }
     batches = _batches(payload, lines, job_id, count)

@@ -10,27 +10,23 @@ from pathlib import Path
 from typing import Any, Final, Literal, ParamSpec, TypeVar, Unpack, overload
 
 from ekiden import errors, limits
+from ekiden.client.cachebook import CacheBook
 from ekiden.client.calls import named_call
 from ekiden.client.core import Core, Message, Subscription, id_batches, sum_up, was_cancelled
 from ekiden.client.functions import CallableJobs, Functions, Opening
 from ekiden.client.futures import JobFuture
 from ekiden.client.options import JobOptions, make_message
 from ekiden.client.programs import (
-    COMMON_TOTAL_BYTES,
-    PUTS_AT_ONCE,
     FileSource,
     ProgramArgs,
     ProgramOptions,
     draft,
-    parcel,
     program_terms,
 )
 from ekiden.client.results import JobResult, ResultFile
 from ekiden.client.settings import make_settings
-from ekiden.model.jobs import FORM_PROGRAM
+from ekiden.client.stock import AsyncStock
 from ekiden.model.names import check_file_name
-from ekiden.model.work import FileRef
-from ekiden.world.porter import Stored
 
 MAP_WINDOW: Final = 10_000
 """Jobs `map` has open at once: enough to keep a grid busy, little enough to hold in memory."""
@@ -133,7 +129,7 @@ class AsyncFunctionFuture(Opening, AsyncJobFuture):
         return self._open_error()
 
 
-class AsyncClient:
+class AsyncClient(AsyncStock):
     """A caller of the grid on the running event loop: `async with AsyncClient(...) as client`.
 
     It connects in the background and for as long as it lives: making one never fails because no
@@ -164,6 +160,7 @@ class AsyncClient:
             close_timeout_s=close_timeout_s,
         )
         self._core = Core(settings, AsyncJobFuture, _loop_reply, threaded=False)
+        self._book = CacheBook(self._core)
         self._functions = Functions(self._core, AsyncFunctionFuture)
 
     # -------------------------------------------------------------- life
@@ -292,30 +289,14 @@ class AsyncClient:
         **options: Unpack[ProgramOptions],
     ) -> list[AsyncJobFuture]:
         """One job per call, in order; see `Client.submit_programs`."""
+        calls, options = await self._look_up(calls, options)
         terms = program_terms(command, options, manifest)
         drafts = [draft(call) for call in calls]
-        shared = terms.shared(await self._store(terms.common.to_store))
-        hashes = iter(await self._store([source for each in drafts for source in each.to_store]))
-        bodies = [each.body(list(islice(hashes, len(each.to_store)))) for each in drafts]
-        made: list[Any] = self._core.make_work(
-            terms.name, FORM_PROGRAM, shared, bodies, job_ids, terms.options
-        )
+        stored = await self._store(terms.common.to_store)
+        apart = await self._store([source for each in drafts for source in each.to_store])
+        made: list[Any] = self._core.make_programs(terms.work(stored, drafts, apart), job_ids)
         await self._hand_over(made)
         return made
-
-    async def store_files(self, files: Mapping[str, FileSource]) -> dict[str, FileRef]:
-        """Put files in the broker's store once that many jobs will get; see `Client`."""
-        found = parcel(files, COMMON_TOTAL_BYTES)
-        refs = found.refs(await self._store(found.to_store))
-        return {ref.name: ref for ref in refs}
-
-    async def _store(self, sources: list[Any]) -> list[str]:
-        """Put these in the broker's store, a few at a time; their hashes."""
-        hashes: list[str] = []
-        for at in range(0, len(sources), PUTS_AT_ONCE):
-            replies = [self._core.put_blob(each) for each in sources[at : at + PUTS_AT_ONCE]]
-            hashes += [(await reply)[0] for reply in replies]
-        return hashes
 
     async def _hand_over(self, made: list[Any]) -> None:
         """Submit these in order, waiting for room."""
@@ -512,16 +493,6 @@ class AsyncClient:
         return list((await self.ask("workers"))["workers"])
 
     # -------------------------------------------------------------- blobs
-
-    async def put_blob(self, source: bytes | Path) -> Stored:
-        """Put bytes, or those of a file, in the broker's store; see `Client.put_blob`."""
-        stored: Stored = await self._core.put_blob(source)
-        return stored
-
-    async def fetch_blob(self, blob: str, size: int, target: Path | None = None) -> bytes | None:
-        """The bytes under that hash, verified, or in `target`; see `Client.fetch_blob`."""
-        data: bytes | None = await self._core.fetch_blob(blob, size, target)
-        return data
 
     async def read(self, file: ResultFile) -> bytes:
         """The bytes of a file that a program left."""

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Final, Literal, TypeAlias, TypeVar, Unpack, overload
 
 from ekiden import errors, limits
+from ekiden.client.cachebook import CacheBook
 from ekiden.client.calls import Calls
 from ekiden.client.core import (
     GATHER_MAX,
@@ -31,21 +32,16 @@ from ekiden.client.functions import FunctionFuture, Functions
 from ekiden.client.futures import JobFuture
 from ekiden.client.options import JobOptions, make_message
 from ekiden.client.programs import (
-    COMMON_TOTAL_BYTES,
-    PUTS_AT_ONCE,
     FileSource,
     ProgramArgs,
     ProgramOptions,
     draft,
-    parcel,
     program_terms,
 )
 from ekiden.client.results import JobResult
 from ekiden.client.settings import make_settings
-from ekiden.model.jobs import FORM_PROGRAM
-from ekiden.model.work import FileRef
+from ekiden.client.stock import Stock
 from ekiden.world import loop
-from ekiden.world.porter import Stored
 
 MAP_WINDOW: Final = 10_000
 """Jobs `map` has open at once: enough to keep a grid busy, little enough to hold in memory."""
@@ -58,7 +54,7 @@ Submit: TypeAlias = Callable[[Iterable[Any]], list[Any]]
 """Hands over a job for each item."""
 
 
-class Client(Calls):
+class Client(Calls, Stock):
     """A caller of the grid. Use it as a context manager, from as many threads as you like.
 
     It connects in the background and for as long as it lives: making one never fails because no
@@ -93,6 +89,7 @@ class Client(Calls):
             close_timeout_s=close_timeout_s,
         )
         self._core = Core(settings, JobFuture, thread_reply, threaded=True)
+        self._book = CacheBook(self._core)
         self._functions = Functions(self._core, FunctionFuture)
         self._thread = _LoopThread(self._core)
         self._closing = threading.Lock()
@@ -205,22 +202,6 @@ class Client(Calls):
             done += len(batch)
             core.poke()
 
-    def store_files(self, files: Mapping[str, FileSource]) -> dict[str, FileRef]:
-        """Put files in the broker's store that many jobs will get, once; what comes back may be
-        given as `files` or `common` of a program in their place. Small ones need no store."""
-        found = parcel(files, COMMON_TOTAL_BYTES)
-        refs = found.refs(self._store(found.to_store))
-        return {ref.name: ref for ref in refs}
-
-    def _store(self, sources: list[Any]) -> list[str]:
-        """Put these in the broker's store, a few at a time; their hashes."""
-        self._core.check_may_wait()
-        hashes: list[str] = []
-        for at in range(0, len(sources), PUTS_AT_ONCE):
-            replies = [self._core.put_blob(each) for each in sources[at : at + PUTS_AT_ONCE]]
-            hashes += [reply.result()[0] for reply in replies]
-        return hashes
-
     @overload
     def map(
         self,
@@ -329,14 +310,12 @@ class Client(Calls):
     ) -> list[JobFuture]:
         """One job per call, in order; see `submit_program`. `manifest` is a hash to find the list
         of inputs by that belongs to a run."""
+        calls, options = self._look_up(calls, options)
         terms = program_terms(command, options, manifest)
         drafts = [draft(call) for call in calls]
-        shared = terms.shared(self._store(terms.common.to_store))
-        hashes = iter(self._store([source for each in drafts for source in each.to_store]))
-        bodies = [each.body(list(islice(hashes, len(each.to_store)))) for each in drafts]
-        made = self._core.make_work(
-            terms.name, FORM_PROGRAM, shared, bodies, job_ids, terms.options
-        )
+        stored = self._store(terms.common.to_store)
+        apart = self._store([source for each in drafts for source in each.to_store])
+        made = self._core.make_programs(terms.work(stored, drafts, apart), job_ids)
         self._hand_over(made)
         return made
 
@@ -372,27 +351,6 @@ class Client(Calls):
     def workers(self) -> list[dict[str, Any]]:
         """The workers the broker knows."""
         return list(self.ask("workers")["workers"])
-
-    # -------------------------------------------------------------- blobs
-
-    def put_blob(self, source: bytes | Path, timeout: float | None = None) -> Stored:
-        """Put bytes, or those of a file, in the broker's store, and return their hash and size when
-        it has them durably. It goes on across reconnects; what the broker has is not sent again.
-
-        A tool for building on: the store forgets what was not used for two weeks or so.
-        """
-        self._core.check_may_wait()
-        stored: Stored = _outcome(self._core.put_blob(source), timeout)
-        return stored
-
-    def fetch_blob(
-        self, blob: str, size: int, target: Path | None = None, timeout: float | None = None
-    ) -> bytes | None:
-        """The bytes under that hash, verified; with `target`, in that file instead, which appears
-        in one step when all have come. Raises `UnknownBlob`, `BlobDamaged`, TimeoutError."""
-        self._core.check_may_wait()
-        data: bytes | None = _outcome(self._core.fetch_blob(blob, size, target), timeout)
-        return data
 
     # -------------------------------------------------------------- publish and subscribe
 
@@ -556,15 +514,6 @@ class _LoopThread:
         self._core.start()
         self._started.set()
         await self._core.stop(await self._end)
-
-
-def _outcome(reply: Future[Any], timeout: float | None) -> Any:
-    """Of a transfer: whoever stops waiting for it gives it up."""
-    try:
-        return reply.result(timeout)
-    except BaseException:
-        reply.cancel()
-        raise
 
 
 def _close_at_exit(client: Client) -> Callable[[], None]:

@@ -7,11 +7,13 @@ are events, news are effects, and both speak of many jobs at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from ekiden import errors
+from ekiden.model.caches import BlobRef
 from ekiden.wire import messages
 from ekiden.wire.messages import Delivery, Ended, ResultRun
 
@@ -23,6 +25,10 @@ class Terms(Struct, frozen=True):
     delay_ns: int = 0
     not_before: int = 0
     expires_at: int = 0
+    caches: tuple[str, ...] = ()
+    """Ids of the caches that the spec is to name, once it is known what they are."""
+    stored: bool = False
+    """Whether a job may refer to blobs of the store: its handle's `blobs` are looked at."""
 
 
 class Handle(Protocol):
@@ -32,6 +38,8 @@ class Handle(Protocol):
     job_id: str
     body: bytes
     terms: Terms | None
+    blobs: Sequence[BlobRef]
+    """What of the store its body refers to."""
 
 
 class Order(Struct, eq=False):
@@ -40,6 +48,7 @@ class Order(Struct, eq=False):
     job_id: str
     body: bytes = b""
     terms: Terms | None = None
+    blobs: Sequence[BlobRef] = ()
 
 
 # ------------------------------------------------------------------ events from the layer above

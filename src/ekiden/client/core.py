@@ -16,7 +16,7 @@ import random
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,15 +39,17 @@ from ekiden.client.options import (
     to_bytes,
     too_large,
 )
+from ekiden.client.programs import ProgramWork
 from ekiden.client.settings import Settings
 from ekiden.core.subjects import check_pattern
 from ekiden.machine import Log
 from ekiden.model.ids import check_job_id
-from ekiden.model.jobs import FORM_PLAIN
+from ekiden.model.jobs import FORM_PLAIN, FORM_PROGRAM
 from ekiden.model.work import FileRef
 from ekiden.world.keys import find_key
 from ekiden.world.loop import Driver
 from ekiden.world.network import Network
+from ekiden.world.porter import Porter
 
 # A caller looks at how many jobs are pending once per so many submits: looking costs more than one.
 _BUDGET: Final = 1000
@@ -208,24 +210,20 @@ class Core:
         ids = self._ids_for(bodies, job_ids)
         return [make(self, job_id, body, terms) for job_id, body in zip(ids, bodies, strict=True)]
 
-    def make_work(
-        self,
-        name: str,
-        form: int,
-        shared: bytes,
-        bodies: list[bytes],
-        job_ids: Iterable[str] | None,
-        options: JobOptions,
-        future_type: type[JobFuture] | None = None,
-    ) -> list[JobFuture]:
-        """Futures for jobs of a program or a function, whose bodies are made already."""
-        largest = max(map(len, bodies), default=0)
+    def make_programs(self, work: ProgramWork, job_ids: Iterable[str] | None) -> list[JobFuture]:
+        """Futures for jobs of a program; all are checked first."""
+        largest = max(map(len, work.bodies), default=0)
         if largest > _PAYLOAD_BYTES_MAX:
             raise too_large(largest)
-        terms = self._terms.terms(name, form, options, shared)
-        ids = self._ids_for(bodies, job_ids)
-        make = future_type or self._future_type
-        return [make(self, job_id, body, terms) for job_id, body in zip(ids, bodies, strict=True)]
+        terms = self._terms.terms(
+            work.name, FORM_PROGRAM, work.options, work.shared, work.shared_blobs
+        )
+        ids = self._ids_for(work.bodies, job_ids)
+        make = self._future_type
+        made = [make(self, one, body, terms) for one, body in zip(ids, work.bodies, strict=True)]
+        for at, blobs in work.blobs.items():
+            made[at].blobs = blobs
+        return made
 
     def _ids_for(self, bodies: list[bytes], job_ids: Iterable[str] | None) -> list[str]:
         if job_ids is None:
@@ -319,19 +317,36 @@ class Core:
 
     def put_blob(self, source: bytes | Path) -> Any:
         """A reply that gets the hash and size of these bytes once the broker has them durably."""
-        self.check_open()
-        assert self._bulk is not None
-        bulk, reply = self._bulk, self.new_reply()
-        self._call(lambda reply: bulk.put(source, reply), reply)
-        return reply
+        return self.carry_out(lambda porter: porter.put(source))
 
     def fetch_blob(self, blob: str, size: int, target: Path | None) -> Any:
         """A reply that gets the bytes, or None once they are whole in the file `target`."""
+        if target is None:
+            return self.carry_out(lambda porter: porter.read(blob, size))
+        return self.carry_out(lambda porter: porter.fetch(blob, size, target))
+
+    def carry_out(self, work: Callable[[Porter], Coroutine[Any, Any, Any]]) -> Any:
+        """A reply that gets the outcome of `work`, which is done on the loop; giving the reply up
+        ends it."""
         self.check_open()
         assert self._bulk is not None
         bulk, reply = self._bulk, self.new_reply()
-        self._call(lambda reply: bulk.fetch(blob, size, target, reply), reply)
+        self._call(lambda reply: bulk.start(work, reply), reply)
         return reply
+
+    async def ask_here(self, verb: str, **params: Any) -> Any:
+        """The broker's answer, for those who are on the loop. Raises its refusal, `TimeoutError`,
+        or why there is no broker."""
+        reply = asyncio.get_running_loop().create_future()
+        self.request(Asking(reply, verb, check_params(params)))
+        timeout_s = self.settings.ask_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError:
+            if not self.connected:
+                raise self.trouble() from None
+            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
     def wait_up(self) -> Any:
         """A reply that is set when a broker has welcomed us."""

@@ -22,6 +22,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from ekiden import errors
 from ekiden.client.blocking import Client
 from ekiden.client.functions import FunctionFuture
+from ekiden.client.options import JobOptions
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -37,12 +38,17 @@ class Executor(concurrent.futures.Executor):
     """Runs functions on the grid. Threads may share it.
 
     It connects like `Client`, whose options it takes, or uses a `client` that is there already and
-    then leaves it open. `submit` and `map` raise `BrokenExecutor` when the client is closed or was
-    refused for good.
+    then leaves it open. `caches` are ids of data that all calls need. `submit` and `map` raise
+    `BrokenExecutor` when the client is closed or was refused for good.
     """
 
     def __init__(
-        self, address: str | None = None, *, client: Client | None = None, **client_options: Any
+        self,
+        address: str | None = None,
+        *,
+        client: Client | None = None,
+        caches: Iterable[str] = (),
+        **client_options: Any,
     ) -> None:
         if client is not None and (address is not None or client_options):
             raise errors.WrongUsage(
@@ -50,6 +56,7 @@ class Executor(concurrent.futures.Executor):
             )
         self._owned = client is None
         self._client = client if client is not None else Client(address, **client_options)
+        self._options: JobOptions = {"caches": tuple(caches)} if caches else {}
         self._lock = threading.Lock()
         self._open: list[FunctionFuture] = []
         self._sweep_at = _SWEEP
@@ -63,7 +70,7 @@ class Executor(concurrent.futures.Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> FunctionFuture:
         """Have `fn(*args, **kwargs)` run somewhere; a future for its value."""
         with self._unbroken():
-            future = self._client.call(fn, *args, **kwargs)
+            future = self._client.call_with(self._options, fn, *args, **kwargs)
         self._remember([future])
         return future
 
@@ -86,7 +93,7 @@ class Executor(concurrent.futures.Executor):
         calls = zip(*iterables, strict=False)
         made: list[FunctionFuture] = []
         with self._unbroken():
-            while batch := self._client.call_many(fn, islice(calls, _BATCH)):
+            while batch := self._client.call_many(fn, islice(calls, _BATCH), self._options):
                 made += batch
         self._remember(made)
         return self._values(made, deadline)

@@ -230,6 +230,7 @@ class CallableJobs:
         self._terms = TermsBook()
         self._plain: Terms | None = None
         self._shared = _encode(Function(blob, len(code), PYTHON, name))
+        self._blobs = ((blob, len(code)),)
         self.subject = f"{_SUBJECTS}py{PYTHON.replace('.', '')}.{name}"
 
     def make(self, args: Any, kwargs: Any, options: JobOptions) -> Any:
@@ -259,7 +260,7 @@ class CallableJobs:
         if not options and self._plain is not None:
             return self._plain
         whole: JobOptions = {"subject": self.subject, "retry_on": RETRY_ON, **options}
-        terms = self._terms.terms(self.name, FORM_FUNCTION, whole, self._shared)
+        terms = self._terms.terms(self.name, FORM_FUNCTION, whole, self._shared, self._blobs)
         if not options:
             self._plain = terms
         return terms

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import _thread
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from threading import Condition
 from typing import Any, Final, Protocol
@@ -20,6 +20,7 @@ import msgspec
 from ekiden import errors
 from ekiden.client.contract import Terms
 from ekiden.client.results import Facts, Fetcher, JobResult
+from ekiden.model.caches import BlobRef
 from ekiden.model.jobs import CANCELLED, DONE
 from ekiden.wire.messages import Ended, ResultRun
 
@@ -92,6 +93,9 @@ class JobFuture(Future[Any]):
 
     body: bytes
     """What was submitted, until the outcome is known."""
+
+    blobs: Sequence[BlobRef] = ()
+    """What of the broker's store the body refers to."""
 
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
@@ -272,7 +276,7 @@ class JobFuture(Future[Any]):
 # What a future has sooner or later; rarer attributes may cost more.
 _ATTRIBUTES: Final = (
     "desk", "job_id", "body", "terms", "_accepted", "_output", "_facts", "_state", "_exception",
-    "_watched", "_watchers", "_callbacks",
+    "_watched", "_watchers", "_callbacks", "blobs",
 )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from ekiden.client.contract import (
     Unsubscribing,
 )
 from ekiden.client.family import Family
+from ekiden.client.uses import UNKNOWN_REMEDY, Uses
 from ekiden.machine import Frame, Instant, Log
 from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
@@ -81,8 +82,11 @@ __all__ = [
 
 # Asking these twice does no harm, so an answer lost with the connection is asked for again.
 _REPEATABLE: Final = frozenset(
-    {"stats", "jobs", "job", "workers", "runs", "logs", "cancel", "purge", "drain", "resume"}
-)
+    {
+        "stats", "jobs", "job", "workers", "runs", "logs", "cancel", "purge", "drain", "resume",
+        "cache", "caches", "cache_put", "cache_verify",
+    }
+)  # fmt: skip
 
 # The broker is about to go or has stepped down: the job is fine, this is not the one to take it.
 _ELSEWHERE: Final = frozenset({"draining", "not_leader"})
@@ -137,6 +141,7 @@ class ClientMachine:
         self._in_flight_jobs = 0
         self._in_flight_bytes = 0
         self._returned: list[Any] = []
+        self._uses = Uses()
         self._to_attach: list[Any] = []
         self._attaching: dict[int, list[Any]] = {}
         self._to_ask: deque[Asking] = deque()
@@ -175,7 +180,8 @@ class ClientMachine:
     @property
     def pending(self) -> int:
         """Jobs that no broker has accepted yet."""
-        return len(self._waiting) + self._in_flight_jobs + len(self._returned)
+        parked = len(self._returned) + len(self._uses)
+        return len(self._waiting) + self._in_flight_jobs + parked
 
     @property
     def open_jobs(self) -> int:
@@ -302,6 +308,7 @@ class ClientMachine:
         again = [
             *self._returned,
             *(handle for batch in self._in_flight.values() for handle in batch.handles),
+            *self._uses.forget(),
         ]
         self._waiting.extendleft(h for h in reversed(again) if self._family.is_open(h))
         self._forget_in_flight()
@@ -339,6 +346,7 @@ class ClientMachine:
         self._refuse(self._family.everyone(), error)
         self._family.clear()
         self._waiting.clear()
+        self._uses.forget()
         self._forget_in_flight()
         self._to_attach.clear()
         self._attaching.clear()
@@ -379,7 +387,15 @@ class ClientMachine:
             and self._in_flight_jobs < limits.CLIENT_WINDOW_JOBS
             and self._in_flight_bytes < limits.CLIENT_WINDOW_BYTES
         ):
-            self._say_submit(*self._next_batch())
+            handles, size = self._next_batch()
+            terms = handles[0].terms
+            spec = self._uses.spec_of(terms) if terms.caches else terms.spec
+            if spec:
+                self._say_submit(handles, size, spec)
+            else:
+                for cache in self._uses.park(handles):
+                    number = self._say(messages.Ask("cache", {"id": cache}))
+                    self._uses.asked(number, cache)
         while self._to_ask:
             self._say_ask(self._to_ask.popleft())
         while self._to_publish:
@@ -420,18 +436,22 @@ class ClientMachine:
             handles.append(take())
         return handles, size
 
-    def _say_submit(self, handles: list[Any], size: int) -> None:
+    def _say_submit(self, handles: list[Any], size: int, spec: bytes) -> None:
         terms = handles[0].terms
         bodies = [handle.body for handle in handles]
+        blobs: dict[int, Any] = {}
+        if terms.stored:
+            blobs = {at: handle.blobs for at, handle in enumerate(handles) if handle.blobs}
         number = self._say(
             messages.Submit(
-                Raw(terms.spec),
+                Raw(spec),
                 [handle.job_id for handle in handles],
                 b"".join([_sha256(body).digest()[:8] for body in bodies]),
                 bodies,
                 terms.delay_ns,
                 terms.not_before,
                 terms.expires_at,
+                blobs,
             )
         )
         self._in_flight[number] = _Batch(handles, size)
@@ -497,7 +517,7 @@ class ClientMachine:
             else:
                 later_s = answer.retry_after_ms / 1000
                 error = errors.error_of(answer.code, answer.text, answer.remedy, later_s)
-                self._refuse_open(handle, error)
+                self._refuse_all([handle], error)
 
     def _on_results(self, message: messages.Results, _corr_id: int) -> None:
         for run in message.runs:
@@ -549,6 +569,12 @@ class ClientMachine:
         question = self._asking.pop(corr_id, None)
         if question is not None:
             self._effects.append(Answered(question.handle, message.body))
+            return
+        handles, error = self._uses.answered(corr_id, message.body)
+        if error is None:
+            self._waiting.extendleft(reversed(handles))
+        else:
+            self._refuse_all(handles, error)
 
     def _on_refusal(self, message: messages.Refusal, corr_id: int) -> None:
         error = error_from(message)
@@ -557,13 +583,16 @@ class ClientMachine:
                 # Nothing more goes out on this connection, or the order would break.
                 self._returned += batch.handles
                 return
-            for handle in batch.handles:
-                self._refuse_open(handle, error)
+            self._refuse_all(batch.handles, error)
         elif (question := self._asking.pop(corr_id, None)) is not None:
             self._effects.append(AskRefused(question.handle, error))
         elif (handles := self._attaching.pop(corr_id, None)) is not None:
-            for handle in handles:
-                self._refuse_open(handle, error)
+            self._refuse_all(handles, error)
+        elif (unsent := self._uses.refused(corr_id)) is not None:
+            if message.code in _ELSEWHERE:
+                self._returned += unsent
+            else:
+                self._refuse_all(unsent, error)
         elif (sid := self._subscribing.pop(corr_id, None)) is not None:
             self._patterns.pop(sid, None)
             self._effects.append(SubscribeRefused(sid, error))
@@ -588,6 +617,13 @@ class ClientMachine:
         if self._family.is_open(handle):
             self._family.remove(handle)
             self._refused.append((handle, error))
+
+    def _refuse_all(self, handles: list[Any], error: errors.EkidenError) -> None:
+        if isinstance(error, errors.UnknownCache) and handles:
+            self._uses.unlearn(handles[0].terms.caches)
+            error.remedy = error.remedy or UNKNOWN_REMEDY
+        for handle in handles:
+            self._refuse_open(handle, error)
 
     def _refuse(self, handles: Iterable[Any], error: errors.EkidenError) -> None:
         self._refused += [(handle, error) for handle in handles]

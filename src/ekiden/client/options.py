@@ -17,8 +17,9 @@ from ekiden.client.contract import Publishing, Terms
 from ekiden.core.subjects import check_subject
 from ekiden.errors import BadId, TooLarge, WrongUsage
 from ekiden.limits import NS
+from ekiden.model.caches import BlobRef, check_cache_id
 from ekiden.model.ids import check_name, check_party, shown
-from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, Call, Needs, Route, Spec
+from ekiden.model.jobs import CAUSES, FORM_CALL, FORM_PLAIN, FORM_PROGRAM, Call, Needs, Route, Spec
 
 # Distinct option sets remembered; a caller with a new deadline for every job must not fill memory.
 _TERMS_KEPT: Final = 10_000
@@ -38,7 +39,8 @@ class JobOptions(TypedDict, total=False):
     datetime or seconds since 1970 · `timeout_s`: limit of one attempt · `max_attempts` ·
     `retry_on`: causes worth another attempt · `needs`: {"cpu": 2, "mem_mb": 4000,
     "label": {"gpu": "a100"}} · `key`: jobs of one key go to one worker · `run`: a name to find
-    jobs by · `pin`: only this worker.
+    jobs by · `pin`: only this worker · `caches`: ids of data that must lie on the worker before
+    the job begins, each a folder `$EKIDEN_CACHE/<id>` there.
     """
 
     subject: str | None
@@ -53,6 +55,7 @@ class JobOptions(TypedDict, total=False):
     key: str | None
     run: str | None
     pin: str | None
+    caches: Iterable[str] | None
 
 
 _KNOWN: Final = frozenset(JobOptions.__annotations__)
@@ -66,8 +69,16 @@ class TermsBook:
         # Most calls are like the one before. Only options that cannot change later are kept here.
         self._last: tuple[str, int, JobOptions, bytes, Terms | None] = ("", 0, {}, b"", None)
 
-    def terms(self, name: str, form: int, options: JobOptions, shared: bytes = b"") -> Terms:
-        """The terms for jobs called `name`. Raises `WrongUsage` or `BadId`."""
+    def terms(
+        self,
+        name: str,
+        form: int,
+        options: JobOptions,
+        shared: bytes = b"",
+        blobs: Iterable[BlobRef] = (),
+    ) -> Terms:
+        """The terms for jobs called `name`. `blobs` are those of the store that `shared` refers to.
+        Raises `WrongUsage` or `BadId`."""
         last_name, last_form, last_options, last_shared, last = self._last
         if (
             last is not None
@@ -86,7 +97,7 @@ class TermsBook:
             found = self._known.get(key)
             fixed = False
         if found is None:
-            found = make_terms(name, form, options, shared)
+            found = make_terms(name, form, options, shared, blobs)
             if len(self._known) >= _TERMS_KEPT:
                 self._known.clear()
             self._known[key] = found
@@ -95,11 +106,18 @@ class TermsBook:
         return found
 
 
-def make_terms(name: str, form: int, options: JobOptions, shared: bytes = b"") -> Terms:
+def make_terms(
+    name: str,
+    form: int,
+    options: JobOptions,
+    shared: bytes = b"",
+    blobs: Iterable[BlobRef] = (),
+) -> Terms:
     """What jobs with these options share on the wire."""
     if strange := sorted(set(options) - _KNOWN):
         raise WrongUsage(f"no such option: {', '.join(strange)}", remedy="see ekiden.JobOptions")
     check_name(name, "job name")
+    caches = _caches(options.get("caches"))
     spec = Spec(
         name=name,
         route=Route(
@@ -107,6 +125,7 @@ def make_terms(name: str, form: int, options: JobOptions, shared: bytes = b"") -
             needs=make_needs(options.get("needs")),
             key=_named(options.get("key"), "key"),
             pin=check_party(pin, "worker") if (pin := options.get("pin")) else "",
+            data=caches,
         ),
         priority=_whole(
             options.get("priority") or 0, "priority", -limits.PRIORITY_MAX, limits.PRIORITY_MAX
@@ -119,12 +138,15 @@ def make_terms(name: str, form: int, options: JobOptions, shared: bytes = b"") -
         form=form,
         run=_named(options.get("run"), "run"),
         shared=shared,
+        blobs=tuple(sorted(set(blobs))),
     )
     return Terms(
         _encode(spec),
         _duration(options.get("delay_s"), "delay_s"),
         _wall_time(options.get("not_before"), "not_before"),
         _wall_time(options.get("expires_at"), "expires_at"),
+        caches,
+        form == FORM_PROGRAM,
     )
 
 
@@ -268,6 +290,18 @@ def _causes(wish: Iterable[str] | None) -> tuple[str, ...] | None:
                 f"no such cause: {cause!r}", remedy=f"retry_on takes of: {', '.join(CAUSES)}"
             )
     return causes
+
+
+def _caches(wish: Iterable[str] | None) -> tuple[str, ...]:
+    if wish is None:
+        return ()
+    given = (wish,) if isinstance(wish, str) else wish
+    caches = tuple(sorted({check_cache_id(cache) for cache in given}))
+    if len(caches) > limits.CACHES_PER_JOB:
+        raise WrongUsage(
+            f"{len(caches)} caches for one job", remedy=f"use at most {limits.CACHES_PER_JOB}"
+        )
+    return caches
 
 
 def _named(text: str | None, what: str) -> str:

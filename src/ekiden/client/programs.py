@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeAlias
 
@@ -17,15 +18,17 @@ import msgspec
 from msgspec import Struct
 
 from ekiden import limits
+from ekiden.client.caches import CacheFile
 from ekiden.client.options import JobOptions, to_bytes
 from ekiden.errors import WrongUsage
+from ekiden.model.caches import BlobRef
 from ekiden.model.ids import check_name
 from ekiden.model.names import check_file_name
 from ekiden.model.work import FileRef, Program, ProgramCall
 
-FileSource: TypeAlias = bytes | str | os.PathLike[str] | FileRef
+FileSource: TypeAlias = bytes | str | os.PathLike[str] | FileRef | CacheFile
 """The bytes of a file, or where it lies: text is a path, not content. What was put in the store
-already (`store_files`) is named by its reference."""
+already (`store_files`) is named by its reference, and what lies in a cache as `CacheFile`."""
 
 # Inline files of one job together; args and names must fit beside them in half a frame.
 INLINE_TOTAL_BYTES: Final = 4 * limits.INLINE_FILE_BYTES
@@ -70,6 +73,9 @@ class Piece(Struct, frozen=True):
     executable: bool = False
     blob: str = ""
     """Where its bytes lie in the store, if they do."""
+    cache: str = ""
+    path: str = ""
+    """In that cache, if it is a file of one."""
 
     @property
     def must_be_stored(self) -> bool:
@@ -78,7 +84,10 @@ class Piece(Struct, frozen=True):
 
     def ref(self, blob: str = "") -> FileRef:
         """As it travels, once its bytes lie under `blob`."""
-        return FileRef(self.name, self.size, self.data, self.blob or blob, self.executable)
+        return FileRef(
+            self.name, self.size, self.data, self.blob or blob, self.executable, self.cache,
+            self.path,
+        )  # fmt: skip
 
 
 class Parcel(Struct, frozen=True):
@@ -105,7 +114,12 @@ def parcel(files: Mapping[str, FileSource] | None, room: int = INLINE_TOTAL_BYTE
     for name, source in (files or {}).items():
         check_file_name(name)
         if isinstance(source, FileRef):
-            piece = Piece(name, source.size, source.data, None, source.executable, source.blob)
+            piece = Piece(
+                name, source.size, source.data, None, source.executable, source.blob, source.cache,
+                source.path,
+            )  # fmt: skip
+        elif isinstance(source, CacheFile):
+            raise AssertionError("a file of a cache is looked up before it is sent along")
         elif isinstance(source, str | os.PathLike):
             piece = _path_piece(name, Path(source), left)
         else:
@@ -152,6 +166,57 @@ class ProgramTerms(Struct, frozen=True):
         """The bytes of `Spec.shared`."""
         return _encode(msgspec.structs.replace(self.program, files=tuple(self.common.refs(blobs))))
 
+    def work(
+        self, stored: Sequence[str], drafts: Sequence[Draft], stored_apart: Iterable[str]
+    ) -> ProgramWork:
+        """The jobs, given the hashes of what `common` and the drafts had to store."""
+        common = self.common.refs(stored)
+        hashes = iter(stored_apart)
+        calls = [each.call(list(islice(hashes, len(each.to_store)))) for each in drafts]
+        refs = [[*([call.stdin] if call.stdin else []), *call.files] for call in calls]
+        caches = {ref.cache for ref in (*common, *chain.from_iterable(refs)) if ref.cache}
+        options = self.options
+        if caches:
+            options = {**options, "caches": tuple(sorted(caches | set(named_caches(options))))}
+        return ProgramWork(
+            self.name,
+            options,
+            self.shared(stored),
+            [*stored_blobs(common), *_reference(self.program.manifest)],
+            [_encode(call) for call in calls],
+            {at: blobs for at, each in enumerate(refs) if (blobs := stored_blobs(each))},
+        )
+
+
+class ProgramWork(Struct, frozen=True):
+    """Jobs of a program, ready to be made."""
+
+    name: str
+    options: JobOptions
+    shared: bytes
+    shared_blobs: list[BlobRef]
+    """What of the store `shared` refers to."""
+    bodies: list[bytes]
+    blobs: dict[int, list[BlobRef]]
+    """What of the store the bodies refer to, by place."""
+
+
+def stored_blobs(refs: Iterable[FileRef]) -> list[BlobRef]:
+    """The blobs that must be kept for these files, each once. Those of a cache are kept for it."""
+    return list(dict.fromkeys((ref.blob, ref.size) for ref in refs if ref.blob and not ref.cache))
+
+
+def named_caches(options: JobOptions) -> list[str]:
+    """The ids given as `caches`."""
+    given = options.get("caches") or ()
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _reference(manifest: str) -> list[BlobRef]:
+    """The blob that "<hash>:<size>" means."""
+    blob, _, size = manifest.partition(":")
+    return [(blob, int(size))] if len(blob) == 64 and size.isdecimal() else []
+
 
 def program_terms(command: str, options: ProgramOptions, manifest: str = "") -> ProgramTerms:
     """Check what was said of the program and part it from what was said of its jobs."""
@@ -176,14 +241,14 @@ def program_terms(command: str, options: ProgramOptions, manifest: str = "") -> 
     return ProgramTerms(name, plain, program, common)
 
 
-def program_body(
+def program_call(
     args: Sequence[Any], stdin: Piece | None, files: list[FileRef], blob: str
-) -> bytes:
-    """The body of one job."""
+) -> ProgramCall:
+    """What one job is called with."""
     if len(args) > ARGS_MAX:
         raise WrongUsage(f"{len(args):,} arguments", remedy=f"give at most {ARGS_MAX:,}")
     words = [_argument(each) for each in args]
-    return _encode(ProgramCall(words, None if stdin is None else stdin.ref(blob), files))
+    return ProgramCall(words, None if stdin is None else stdin.ref(blob), files)
 
 
 def stdin_piece(stdin: Any) -> Piece | None:
@@ -260,11 +325,37 @@ class Draft(Struct, frozen=True):
         first = [self.stdin.source] if self.stdin is not None and self.stdin.data is None else []
         return first + self.files.to_store
 
-    def body(self, blobs: Sequence[str]) -> bytes:
-        """The body, given the hashes of `to_store`."""
+    def call(self, blobs: Sequence[str]) -> ProgramCall:
+        """What the job is called with, given the hashes of `to_store`."""
         apart = len(blobs) > len(self.files.to_store)
         blob = blobs[0] if apart else ""
-        return program_body(self.args, self.stdin, self.files.refs(blobs[apart:]), blob)
+        return program_call(self.args, self.stdin, self.files.refs(blobs[apart:]), blob)
+
+    def body(self, blobs: Sequence[str]) -> bytes:
+        """The same as it travels."""
+        return _encode(self.call(blobs))
+
+
+def cache_files(
+    calls: Iterable[ProgramArgs], common: Mapping[str, FileSource] | None
+) -> set[CacheFile]:
+    """The files of caches among these: they must be looked up."""
+    mappings = (files for files in (common, *(call.files for call in calls)) if files)
+    return {
+        source for files in mappings for source in files.values() if isinstance(source, CacheFile)
+    }
+
+
+def looked_up(
+    files: Mapping[str, FileSource] | None, found: Mapping[CacheFile, FileRef]
+) -> dict[str, FileSource]:
+    """`files` with what was `found` in place of the names of files in caches."""
+    return {
+        name: msgspec.structs.replace(found[source], name=name)
+        if isinstance(source, CacheFile)
+        else source
+        for name, source in (files or {}).items()
+    }
 
 
 def draft(call: ProgramArgs) -> Draft:

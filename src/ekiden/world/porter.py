@@ -69,6 +69,7 @@ class Porter:
         self._sources: dict[int, _Source] = {}
         self._sinks: dict[int, _Sink] = {}
         self._ends: dict[int, asyncio.Future[None]] = {}
+        self._listeners: dict[int, Callable[[int], None]] = {}
         self._files = ThreadPoolExecutor(1, thread_name_prefix="ekiden-files")
         """One thread, so that a file is closed after the last thing that was done with it."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="ekiden-hash")
@@ -81,20 +82,34 @@ class Porter:
 
     # -------------------------------------------------------------- use
 
-    async def put(self, source: Path | bytes) -> Stored:
-        """Give the bytes to the broker; returns when it has them durably.
+    async def put(
+        self,
+        source: Path | bytes,
+        known: Stored | None = None,
+        sent: Callable[[int], None] | None = None,
+    ) -> Stored:
+        """Give the bytes to the broker; returns when it has them durably. Bytes whose hash is
+        `known` are not hashed again; `sent` hears of the size of each part that the broker takes.
 
         Raises what the broker refuses them with, or a Fault if the file cannot be read.
         """
         opened: _Source
         if isinstance(source, bytes):
-            opened, digest, size = _Bytes(source), await self._hash(source), len(source)
+            opened = _Bytes(source)
+            stored = known or Stored(await self._hash(source), len(source))
+        elif known is not None:
+            opened, stored = await self._hash_in_thread(lambda: _open(source)), known
         else:
             opened, digest, size = await self._hash_in_thread(lambda: _open_and_hash(source))
-        stored = Stored(digest, size)
+            stored = Stored(digest, size)
         token = next(self._tokens)
         self._sources[token] = opened
-        await self._carry(Uploading(token, stored.blob, stored.size))
+        if sent is not None:
+            self._listeners[token] = sent
+        try:
+            await self._carry(Uploading(token, stored.blob, stored.size))
+        finally:
+            self._listeners.pop(token, None)
         return stored
 
     async def fetch(self, blob: str, size: int, target: Path) -> None:
@@ -172,6 +187,8 @@ class Porter:
         source = self._sources.get(effect.token)
         if source is None:
             return
+        if (sent := self._listeners.get(effect.token)) is not None:
+            sent(effect.length)
 
         def read() -> PartRead:
             try:
@@ -241,6 +258,13 @@ class _OpenFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _open(path: Path) -> _OpenFile:
+    try:
+        return _OpenFile(io.FileIO(path), path)
+    except OSError as error:
+        raise _fault("read", path, error) from None
 
 
 def _open_and_hash(path: Path) -> tuple[_OpenFile, str, int]:
