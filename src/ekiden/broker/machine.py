@@ -18,13 +18,17 @@ from ekiden.broker.crew import Crew
 from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
     AppendFailed,
+    BlobExamined,
     BlobRead,
+    BlobsRemoved,
+    CacheChecked,
     DiskSpace,
     Halt,
     Persisted,
     Shutdown,
     SnapshotTaken,
     TakeSnapshot,
+    UnusedFound,
     UploadMoved,
     WallClock,
 )  # fmt: skip
@@ -135,8 +139,10 @@ class BrokerMachine:
                 peer = self.peers.get(event.conn)
                 if peer is not None:
                     self.herald.congestion(peer, event)
-            case UploadMoved() | BlobRead():
+            case UploadMoved() | BlobRead() | UnusedFound() | BlobsRemoved() | BlobExamined():
                 self.store.receive(event, now)
+            case CacheChecked() if event.number < 0:
+                self.store.receive(event, now)  # a cache of the book is held again
             case WallClock():
                 self._wall, self._wall_at = event.wall, now
             case DiskSpace():
@@ -425,7 +431,7 @@ class BrokerMachine:
                 self.crew.progress(peer, message)
             case m.Peeked():
                 self.crew.peeked(peer, frame.corr_id, message)
-            case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.Refusal():
+            case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.BlobSpoiled() | m.Refusal():
                 self.store.heard(peer, frame, message, now)
             case m.Bye():
                 self.crew.bye(peer)
