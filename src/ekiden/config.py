@@ -33,6 +33,8 @@ class BrokerConfig:
     results_max: int = limits.RESULTS_KEPT_MAX
     ids_max: int = limits.IDS_KEPT_MAX
     disk_headroom: int = limits.DISK_HEADROOM_BYTES
+    blobs_max: int = 0
+    """Bytes the store of blobs may take; 0: what the disk has beside its headroom."""
     heartbeat_ns: int = limits.HEARTBEAT_NS
     silence_ns: int = limits.SILENCE_NS
     rejoin_grace_ns: int = limits.REJOIN_GRACE_NS

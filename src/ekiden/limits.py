@@ -124,6 +124,45 @@ BLOB_BYTES_MAX: Final = 64 << 30
 # An offerer that owes a part for this long has forgotten it, and its place goes to another.
 BLOB_STALL_NS: Final = 60 * NS
 
+# What came of an upload whose connection was lost is kept so long for the next offer, of so many
+# uploads and bytes: enough for a reboot, and for the largest blob.
+BLOB_SET_ASIDE_NS: Final = 3600 * NS
+BLOB_SET_ASIDE_MAX: Final = 64
+BLOB_SET_ASIDE_BYTES: Final = 64 << 30
+
+# Nothing that was used this recently is removed, whatever the need: a client puts its inputs first
+# and then submits the jobs that refer to them, and large inputs take long to put.
+BLOB_GRACE_NS: Final = 3600 * NS
+
+# How often the store looks for what nobody used for long. Not at once: after a boot the clock may
+# be wrong until it was set, and age is told by it.
+BLOB_SWEEP_NS: Final = 3600 * NS
+BLOB_FIRST_SWEEP_NS: Final = 600 * NS
+
+# Blobs that may go, named at a time: the books are asked about each within one turn of the broker
+# (a millisecond), and removing them keeps uploads waiting for some 20 ms.
+BLOB_UNUSED_TOLD: Final = 500
+
+# Of the oldest, so many are remembered from one look through the folder, which takes a second for
+# 100,000 blobs; 4 MB.
+BLOB_UNUSED_LISTED: Final = 20_000
+
+# Blobs said to be damaged that wait to be read again; one is read at a time, and one that was found
+# sound is not read again for a while, whatever is said of it: it may be large.
+BLOB_SUSPECTS_MAX: Final = 64
+BLOB_SUSPECT_AGAIN_NS: Final = 600 * NS
+
+# After a search for room that did not find enough, uploads that do not fit are refused at once for
+# so long: many of them shall not have the folder looked through again and again.
+BLOB_VAIN_NS: Final = NS
+
+# Damaged blobs kept for whoever wants to know what happened to the disk.
+BLOB_DAMAGED_KEPT: Final = 4
+BLOB_DAMAGED_BYTES: Final = 256 << 20
+
+# Files of the store kept open: opening one for every part would cost as much as reading it.
+BLOB_FILES_OPEN: Final = 16
+
 # Fetched blobs that a worker keeps in memory, such as the functions it runs: small ones only.
 BLOB_CACHED_BYTES: Final = 1 << 20
 BLOB_CACHE_BYTES: Final = 64 << 20

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.integration.processes import Site, until, wait_workers
 
 import ekiden
 from ekiden import limits
-from ekiden.errors import BlobDamaged, Closed, DiskFull, UnknownBlob
+from ekiden.errors import BlobDamaged, Closed, DiskFull, StoreFull, UnknownBlob
 from ekiden.machine import Log
 from ekiden.worker.machine import Exit
 from ekiden.worker.store import BrokerStore
@@ -120,7 +121,8 @@ def test_a_large_file_goes_up_and_down_with_little_memory_at_both_ends(
     assert hash_of(target) == blob.decode()
     assert peak.growth < GROWTH, f"the broker grew by {peak.growth / MB:.0f} MB"
     assert int(growth) < GROWTH, f"the client grew by {int(growth) / MB:.0f} MB"
-    assert client.stats()["blobs"] == {"count": 2, "bytes": SIZE + 4}
+    facts = client.stats()["blobs"]
+    assert facts == {"count": 2, "bytes": SIZE + 4, "quota": 0, "pinned": 0}
 
 
 def test_what_is_stored_survives_a_killed_broker_and_half_an_upload_leaves_nothing(
@@ -135,11 +137,15 @@ def test_what_is_stored_survives_a_killed_broker_and_half_an_upload_leaves_nothi
     until(lambda: any(path.stat().st_size > MB for path in incoming.iterdir()), "half an upload")
 
     site.broker.kill()
-    left = list(incoming.iterdir())
+    left = [path.open("rb") for path in incoming.iterdir()]  # so that no number is used again
     site.start_broker()
 
     assert left, "the upload was under way"
     assert reply.result(60) == Stored(hash_of(source), SIZE), "it goes on by itself"
+    assert list(incoming.iterdir()) == []
+    written = site.data / "blobs" / hash_of(source)[:2] / hash_of(source)
+    numbers = [os.fstat(file.fileno()).st_ino for file in left]
+    assert written.stat().st_ino not in numbers, "what a dead process left is no part of it"
     assert client.fetch_blob(*stored, timeout=60) == b"kept" * 100_000
     assert blobs_of(site) == sorted([stored.blob, hash_of(source)])
 
@@ -218,11 +224,47 @@ def test_a_bit_that_flipped_in_the_store_is_found_by_whoever_fetches(
 
     with pytest.raises(BlobDamaged):
         client.fetch_blob(*stored, target=tmp_path / "target", timeout=30)
-    with pytest.raises(BlobDamaged):
+    with pytest.raises((BlobDamaged, UnknownBlob)):  # it may be set aside by now
         client.fetch_blob(*stored, timeout=30)
 
     assert list(tmp_path.glob("*target*")) == []
     assert list(tmp_path.glob(".ekiden-*")) == []
+
+
+def test_what_was_found_damaged_is_set_aside_and_can_be_put_again(site: Site) -> None:
+    site.start_broker()
+    client = site.client()
+    stored = client.put_blob(b"x" * MB)
+    path = site.data / "blobs" / stored.blob[:2] / stored.blob
+    with path.open("r+b") as file:
+        file.write(b"y")
+    with pytest.raises(BlobDamaged):
+        client.fetch_blob(*stored, timeout=30)
+    until(lambda: not path.exists(), "the damaged blob to be set aside")
+
+    assert client.put_blob(b"x" * MB, timeout=30) == stored
+
+    assert client.fetch_blob(*stored, timeout=30) == b"x" * MB
+    (evidence,) = (site.data / "blobs" / "damaged").iterdir()
+    assert evidence.name.startswith(stored.blob)
+    assert evidence.read_bytes()[:2] == b"yx"
+
+
+def test_a_store_at_its_quota_removes_what_nobody_used_of_late_and_nothing_else(
+    site: Site,
+) -> None:
+    site.start_broker("--blobs-max", str(3 / 1024))
+    client = site.client()
+    old, recent = client.put_blob(b"o" * MB), client.put_blob(b"r" * MB)
+    then = time.time() - 2 * 3600
+    os.utime(site.data / "blobs" / old.blob[:2] / old.blob, (then, then))
+
+    new = client.put_blob(b"n" * 2 * MB, timeout=30)
+
+    assert blobs_of(site) == sorted([recent.blob, new.blob])
+    with pytest.raises(StoreFull, match="in use"):
+        client.put_blob(b"x", timeout=30)
+    assert client.stats()["blobs"]["quota"] == 3 * MB
 
 
 def test_a_disk_that_fills_up_during_an_upload_refuses_it_and_the_broker_goes_on(
@@ -269,17 +311,26 @@ def test_a_transfer_that_is_given_up_leaves_nothing_at_the_broker(
     assert blobs_of(site) == [hashlib.sha256(b"another").hexdigest()]
 
 
-def test_a_client_that_closes_ends_its_transfers(site: Site, tmp_path: Path) -> None:
+def test_what_a_client_that_closes_had_sent_is_where_the_next_one_goes_on(
+    site: Site, tmp_path: Path
+) -> None:
     site.start_broker()
     client = site.client()
-    reply = client._core.put_blob(make_file(tmp_path / "source"))
+    source = make_file(tmp_path / "source")
+    reply = client._core.put_blob(source)
     incoming = site.data / "blobs" / "incoming"
-    until(lambda: incoming.exists() and list(incoming.iterdir()), "the upload")
+    until(lambda: any(path.stat().st_size > 4 * MB for path in incoming.glob("*")), "some of it")
 
     client.close()
 
     assert isinstance(reply.exception(0), ekiden.EkidenError)
-    until(lambda: not list(incoming.iterdir()), "the upload to be dropped")
+    (left,) = incoming.iterdir()
+    number = left.stat().st_ino
+    stored = site.client("next").put_blob(source, timeout=60)
+    path = site.data / "blobs" / stored.blob[:2] / stored.blob
+    assert path.stat().st_ino == number, "it is the same file"
+    assert hash_of(path) == stored.blob
+    assert not list(incoming.iterdir())
 
 
 def test_an_async_client_puts_and_fetches_too(site: Site, tmp_path: Path) -> None:

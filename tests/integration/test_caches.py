@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -419,7 +416,7 @@ def test_a_file_of_a_cache_lies_in_the_folder_of_the_job_under_the_name_it_asked
     start_worker(site, "w1")
     wait_workers(client)
     client.put_cache("day", folder_of(site.folder / "data", a_txt=b"of the cache"))
-    files = {"in/curve": ekiden.CacheFile("day", "a.txt"), "own": b" and its own"}
+    files: dict[str, Any] = {"in/curve": ekiden.CacheFile("day", "a.txt"), "own": b" and its own"}
 
     result = client.submit_program(
         "sh", ["-c", "cat in/curve own"], any_program=True, files=files

@@ -58,7 +58,8 @@ class Halt(Struct, frozen=True):
 
 
 class BeginBlob(Struct, frozen=True):
-    """Effect: an upload of `size` bytes begins, unless the blob is there. `UploadMoved` answers."""
+    """Effect: an upload of `size` bytes begins, unless the blob is there; what an earlier one was
+    dropped with to `keep` is not wanted again. `UploadMoved` says how far it has come."""
 
     upload: int
     blob: str
@@ -74,9 +75,11 @@ class WriteBlob(Struct, frozen=True):
 
 
 class DropBlob(Struct, frozen=True):
-    """Effect: nothing more will come of this upload; leave nothing of it. No answer."""
+    """Effect: nothing more will come of this upload. Leave nothing of it, or, to `keep`, set aside
+    for a while what has come, for the next offer of the same blob. No answer."""
 
     upload: int
+    keep: bool = False
 
 
 class ReadBlob(Struct, frozen=True):
@@ -90,12 +93,13 @@ class ReadBlob(Struct, frozen=True):
 
 class UploadMoved(Struct, frozen=True):
     """`upto` bytes of an upload are written; `stored`: all of it is durable under its name. After
-    an `error` nothing is left of it."""
+    an `error` nothing is left of it. `held` bytes lie in the store by now, unfinished ones too."""
 
     upload: int
     upto: int = 0
     stored: bool = False
     error: EkidenError | None = None
+    held: int = 0
 
 
 class BlobRead(Struct, frozen=True):
@@ -112,14 +116,20 @@ class BlobRead(Struct, frozen=True):
 
 class CheckCache(Struct, frozen=True):
     """Effect: read that manifest, and see that all it names is in the store. `CacheChecked`
-    answers; from then on its blobs are kept, until `ReleaseCache`."""
+    answers. If nothing is missing its blobs are held from then on, manifest included. Holds are
+    counted by manifest: each takes one `ReleaseCache`.
+
+    A `known` cache is one the book has already: what is there of it is held even if some is
+    missing."""
 
     number: int
     cache: CacheUse
+    known: bool = False
 
 
 class CacheChecked(Struct, frozen=True):
-    """`files` of together `size` bytes, all here; or what is missing, or why that is not known."""
+    """`files` of together `size` bytes, all here; or how many blobs are missing, or why that is not
+    known."""
 
     number: int
     files: int = 0
@@ -128,40 +138,64 @@ class CacheChecked(Struct, frozen=True):
     error: EkidenError | None = None
 
 
+class VerifyCache(Struct, frozen=True):
+    """Effect: read every blob of that cache and compare; set aside what is damaged, so that it can
+    be put again. `CacheChecked` answers; holds are as they were."""
+
+    number: int
+    cache: CacheUse
+
+
 class ReleaseCache(Struct, frozen=True):
-    """Effect: nobody needs this cache any more. No answer."""
+    """Effect: one hold on this cache's manifest is given up. No answer."""
 
     cache: CacheUse
 
 
 class FindUnused(Struct, frozen=True):
-    """Effect: name blobs that no cache needs, the longest unused first: about `wanted` bytes of
-    them, and of these whatever was not used for so long that it goes anyway. `UnusedFound`."""
+    """Effect: name blobs that no cache holds and nobody used of late, the longest unused first:
+    about `wanted` bytes of them, and of the others whatever was not used for so long that it goes
+    anyway. `UnusedFound` answers, with a bounded number; unless it is `new`, with the next ones.
+
+    To make room, uploads that were set aside are given up before anything is named."""
 
     wanted: int
+    new: bool = True
 
 
 class UnusedFound(Struct, frozen=True):
-    """Blobs and when each was last used, in nanoseconds by the disk's clock."""
+    """Blobs and when each was last used, in nanoseconds by the disk's clock. `more`: there may be
+    others. `held` bytes lie in the store."""
 
     blobs: list[tuple[str, int]]
+    more: bool = False
+    held: int = 0
 
 
 class RemoveBlobs(Struct, frozen=True):
-    """Effect: remove these, unless they were used since. `BlobsRemoved` answers."""
+    """Effect: remove these, unless they were used or taken into a cache since. `BlobsRemoved`."""
 
     blobs: list[tuple[str, int]]
 
 
 class BlobsRemoved(Struct, frozen=True):
-    """So many, of so many bytes."""
+    """So many, of so many bytes; `held` are left."""
 
     count: int
     size: int
+    held: int = 0
 
 
 class ExamineBlob(Struct, frozen=True):
     """Effect: somebody got other bytes than this hash promises. Read it; set it aside if it is
-    damaged, so that it can be put again. No answer."""
+    damaged, so that it can be put again. `BlobExamined` answers."""
 
     blob: str
+
+
+class BlobExamined(Struct, frozen=True):
+    """`damaged`: it was, and is no longer in the store. `kept`: where the evidence lies, or ""."""
+
+    blob: str
+    damaged: bool
+    kept: str = ""

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 from msgspec import Struct
 
 from ekiden import limits
-from ekiden.broker.events import CacheChecked, CheckCache, ReleaseCache
+from ekiden.broker.events import CacheChecked, CheckCache, ReleaseCache, VerifyCache
 from ekiden.broker.peers import Peer
 from ekiden.core import caches as states
 from ekiden.core import commands as c
@@ -78,7 +78,7 @@ class Library:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._checks: dict[int, _Check | CacheUse] = {}
-        """Under way, by number: for a put, or of a cache that is in the book."""
+        """Under way, by number: for a put, or to verify a cache of the book."""
         self._last_check = 0
         self._missing: dict[str, int] = {}
         """Caches of the book that the store has not all blobs of → how many it lacks."""
@@ -89,13 +89,6 @@ class Library:
             "cache_remove": self._remove,
             "cache_verify": self._verify,
         }
-
-    def open(self) -> int:
-        """After recovery: have the bytes of every cache kept. How many answers will come."""
-        known = self._broker.book.caches.known.values()
-        for cache in known:
-            self._check(cache.use, cache.use)
-        return len(known)
 
     # -------------------------------------------------------------- puts
 
@@ -112,7 +105,8 @@ class Library:
         self._check_known(use, target)
         if len(self._checks) >= CHECKS_MAX:
             raise QueueFull("too many caches are being put", remedy="retry", retry_after_s=1)
-        self._check(use, _Check(use, target, peer, msg_id))
+        number = self._numbered(_Check(use, target, peer, msg_id))
+        self._broker.perform(CheckCache(number, use))
 
     def _check_known(self, use: CacheUse, target: str) -> None:
         caches = self._broker.book.caches.known
@@ -130,16 +124,16 @@ class Library:
                 remedy="put it once for a wider one",
             )
 
-    def _check(self, use: CacheUse, check: _Check | CacheUse) -> None:
+    def _numbered(self, check: _Check | CacheUse) -> int:
         self._last_check += 1
         self._checks[self._last_check] = check
-        self._broker.perform(CheckCache(self._last_check, use))
+        return self._last_check
 
     def checked(self, event: CacheChecked) -> None:
         """The disk has looked for the bytes of a cache."""
         check = self._checks.pop(event.number)
         if isinstance(check, CacheUse):
-            self._checked_own(check, event)
+            self.checked_own(check, event)
             return
         error = event.error
         if error is None and event.missing:
@@ -148,13 +142,13 @@ class Library:
                 remedy="put them first",
             )
         if error is not None:
-            self._broker.perform(ReleaseCache(check.use))
             self._refuse(check.peer, check.msg_id, error)
             return
         put = c.PutCache(check.use, check.peer.id, check.target, event.files, event.size)
         self._broker.propose(put, check.peer, check.msg_id)
 
-    def _checked_own(self, use: CacheUse, event: CacheChecked) -> None:
+    def checked_own(self, use: CacheUse, event: CacheChecked) -> None:
+        """The disk has looked for the bytes of a cache that is in the book."""
         self._missing.pop(use.id, None)
         if event.error is not None or event.missing:
             self._missing[use.id] = max(event.missing, 1)
@@ -317,9 +311,7 @@ class Library:
         for worker in meant:
             worker.caches.pop(cache.use.id, None)
             self._offer(worker, [cache.use], verify=True)
-        self._check(cache.use, cache.use)
-        # The check pins once more: what this takes too much is given back at once.
-        self._broker.perform(ReleaseCache(cache.use))
+        self._broker.perform(VerifyCache(self._numbered(cache.use), cache.use))
         return {"id": cache.use.id, "workers": len(meant)}
 
 

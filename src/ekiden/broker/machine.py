@@ -18,7 +18,9 @@ from ekiden.broker.crew import Crew
 from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
     AppendFailed,
+    BlobExamined,
     BlobRead,
+    BlobsRemoved,
     CacheChecked,
     DiskSpace,
     Halt,
@@ -26,6 +28,7 @@ from ekiden.broker.events import (
     Shutdown,
     SnapshotTaken,
     TakeSnapshot,
+    UnusedFound,
     UploadMoved,
     WallClock,
 )  # fmt: skip
@@ -86,7 +89,7 @@ class BrokerMachine:
         self.scheduler = Scheduler(self.roster, config.policies)
         self.intake = Intake(config, book)
         self.relay = Relay()
-        self.store = Store(config, self.intake)
+        self.store = Store(config, self.intake, book.blobs.__contains__)
         self.peers: dict[int, Peer] = {}
         self.broker_id = broker_id
         self.software = software
@@ -114,7 +117,7 @@ class BrokerMachine:
         self.desk = Desk(self)
         for route in book.queues:
             self.scheduler.wake(route)
-        self.library.open()
+        self.store.hold_caches(cache.use for cache in book.caches.known.values())
         if book.settings != config.settings():
             self.propose(c.Configure(config.settings()))
 
@@ -139,8 +142,11 @@ class BrokerMachine:
                 peer = self.peers.get(event.conn)
                 if peer is not None:
                     self.herald.congestion(peer, event)
-            case UploadMoved() | BlobRead():
+            case UploadMoved() | BlobRead() | UnusedFound() | BlobsRemoved() | BlobExamined():
                 self.store.receive(event, now)
+            case CacheChecked() if event.number < 0:
+                # Of the book's own, at the start: the store waits for all of them.
+                self.library.checked_own(self.store.room.cache_checked(event), event)
             case CacheChecked():
                 self.library.checked(event)
             case WallClock():
@@ -437,7 +443,7 @@ class BrokerMachine:
                 self.crew.cache_said(peer, message)
             case m.Peeked():
                 self.crew.peeked(peer, frame.corr_id, message)
-            case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.Refusal():
+            case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.BlobSpoiled() | m.Refusal():
                 self.store.heard(peer, frame, message, now)
             case m.Bye():
                 self.crew.bye(peer)

@@ -74,10 +74,13 @@ class BrokerWorld:
             (Halt, lambda _: self.halted.set()),
         ):  # fmt: skip
             driver.handle(kind, handler)
-        blobs = BlobFolder(self.folder / "blobs", sync=self.config.sync == SYNC_ALWAYS)
-        # Twice as long as results are kept: an input waits with its job before there is a result.
-        unused_s = 2 * self.config.retention_ns / NS
-        self._storekeeper = storekeeper = Storekeeper(driver, blobs, unused_s=unused_s)
+        blobs = BlobFolder(
+            self.folder / "blobs",
+            sync=self.config.sync == SYNC_ALWAYS,
+            # Twice as long as results are kept, for whoever has a hash and no job for it.
+            unused_s=2 * self.config.retention_ns / NS,
+        )
+        self._storekeeper = storekeeper = Storekeeper(driver, blobs, quota=self.config.blobs_max)
         for said in [*opened.torn, *opened.damaged]:
             log_effect(Log("warning", "journal.recovered", {"cut": said}))
         self.network = network = Network(driver)

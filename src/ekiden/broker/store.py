@@ -6,33 +6,50 @@ sent is read a few parts at a time, by turns between connections, and not for th
 slowly than they ask. So a thousand peers with large files cost the memory of a few parts, and the
 ledger's messages never wait behind more than that.
 
-An upload belongs to its connection and goes with it; its owner offers again and starts anew.
+An upload belongs to its connection and goes with it. What had come is set aside for a while, and
+the next offer of the same blob, by whomever, goes on behind it. Of two at once neither waits for
+the other, and the first to be whole wins; only a program that is back on another connection takes
+over from itself. An upload that does not fit waits while room is made, and is refused if none can
+be.
 """
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from msgspec import Struct
 
 from ekiden import limits
-from ekiden.broker.events import BeginBlob, BlobRead, DropBlob, ReadBlob, UploadMoved, WriteBlob
+from ekiden.broker.events import (
+    BeginBlob,
+    BlobExamined,
+    BlobRead,
+    BlobsRemoved,
+    DropBlob,
+    ExamineBlob,
+    ReadBlob,
+    UnusedFound,
+    UploadMoved,
+    WriteBlob,
+)
 from ekiden.broker.intake import Intake
 from ekiden.broker.peers import Peer
+from ekiden.broker.room import Room
 from ekiden.config import BrokerConfig
 from ekiden.errors import (
     BadRequest,
-    DiskFull,
     Draining,
     EkidenError,
     Fault,
     QueueFull,
+    StorageFault,
     TooLarge,
 )
 from ekiden.machine import Frame, Instant, Log
+from ekiden.model.caches import CacheUse
 from ekiden.model.ids import shown
 from ekiden.wire import messages as m
 from ekiden.wire.frames import encode_frame
@@ -41,6 +58,8 @@ from ekiden.wire.session import refusal_frame
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
+
+StoreEvent: TypeAlias = UploadMoved | BlobRead | UnusedFound | BlobsRemoved | BlobExamined
 
 
 class _Upload(Struct, eq=False):
@@ -56,7 +75,7 @@ class _Upload(Struct, eq=False):
     """Up to where parts went to the disk."""
     written: int = 0
     begun: bool = False
-    """Whether the disk has said that the parts are wanted, and has room for them."""
+    """Whether the disk has said that the parts are wanted, and there is room for them."""
     arrived: dict[int, bytes] = {}
     """Parts that came before their turn."""
     pulls: dict[int, tuple[int, int]] = {}
@@ -110,8 +129,13 @@ class _ByTurns(Generic[T]):
 class Store:
     """What is being uploaded and read. The folder itself is the business of the world."""
 
-    def __init__(self, config: BrokerConfig, intake: Intake) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: BrokerConfig,
+        intake: Intake,
+        referenced: Callable[[str], bool] = lambda _blob: False,
+    ) -> None:
+        """`referenced` tells of a blob whether the book needs it: such a one is never removed."""
         self._intake = intake
         self._numbers = 0
         self._offers: _ByTurns[_Upload] = _ByTurns()
@@ -122,9 +146,15 @@ class Store:
         """Number of a pull → the upload it is for."""
         self._asked: _ByTurns[_Pull] = _ByTurns()
         self._reading: dict[int, _Pull] = {}
-        self._owed_bytes = 0
-        """What is still to be written of all uploads that have begun."""
+        self._cramped: dict[_Upload, None] = {}
+        """Those that wait for room."""
+        self._suspects: dict[str, None] = {}
+        """Blobs said to be damaged that are still to be examined."""
+        self._examining = ""
+        self._sound: dict[str, Instant] = {}
+        """Blobs that were found sound, and when."""
         self._effects: list[Any] = []
+        self.room = Room(config, intake, self._effects, self._wanted, referenced)
 
     # -------------------------------------------------------------- what the machine calls
 
@@ -141,22 +171,32 @@ class Store:
                 upload = self._owner(peer, frame.corr_id)
                 if upload is not None:
                     self._drop(upload)  # its owner knows why
+            case m.BlobSpoiled():
+                self._check_may(peer, message.blob)
+                self._suspect(message.blob, now)
             case _:
                 raise AssertionError(message)
 
-    def receive(self, event: UploadMoved | BlobRead, now: Instant) -> None:
+    def receive(self, event: StoreEvent, now: Instant) -> None:
         """The disk has done something."""
-        if isinstance(event, BlobRead):
-            self._read(event)
-        else:
-            self._moved(event, now)
+        match event:
+            case BlobRead():
+                self._read(event, now)
+            case UploadMoved():
+                self.room.held = event.held
+                self._moved(event, now)
+            case UnusedFound() | BlobsRemoved():
+                self.room.receive(event, now)
+                self._let_in(now)
+            case BlobExamined():
+                self._examined(event, now)
 
     def left(self, peer: Peer) -> None:
         """The connection is gone, and its uploads with it."""
         self._asked.drop(peer)
         self._offers.drop(peer)
         for upload in list(self._uploads_of.get(peer, ())):
-            self._drop(upload)
+            self._drop(upload, keep=True)
 
     def sweep(self, now: Instant) -> None:
         """An offerer that owes a part for long has forgotten it; its place goes to another."""
@@ -164,6 +204,7 @@ class Store:
             if upload.pulls and now - upload.heard > limits.BLOB_STALL_NS:
                 stalled_s = limits.BLOB_STALL_NS // limits.NS
                 self._refuse(upload, Fault(f"no part of the upload came for {stalled_s} s"))
+        self.room.sweep(now)
 
     def advance(self, now: Instant) -> list[Any]:
         """Begin, pull and read as much as there is room for; what the disk shall do."""
@@ -179,7 +220,13 @@ class Store:
             number = self._number()
             self._reading[number] = pull
             self._effects.append(ReadBlob(number, pull.blob, pull.offset, pull.length))
-        effects, self._effects = self._effects, []
+        self.room.make()
+        if self._suspects and not self._examining:
+            self._examining = next(iter(self._suspects))
+            del self._suspects[self._examining]
+            self._effects.append(ExamineBlob(self._examining))
+        effects = self._effects[:]
+        self._effects.clear()  # it is the room's, too
         return effects
 
     def _log(self, event: str, peer: Peer, blob: str, error: EkidenError) -> None:
@@ -189,6 +236,10 @@ class Store:
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+    def hold_caches(self, caches: Iterable[CacheUse]) -> None:
+        """At the start: the caches of the book. Nothing is removed before all of them are held."""
+        self.room.hold_caches(caches)
 
     # -------------------------------------------------------------- who may
 
@@ -223,17 +274,6 @@ class Store:
                 "too many uploads are unfinished", remedy="retry later", retry_after_s=1
             )
 
-    def _check_room(self, size: int) -> None:
-        """Of what the disk does not have yet: an offer of what it has is welcome on a full one."""
-        free = max(self._intake.disk_free - self._owed_bytes, 0)
-        if free - size < self._config.disk_headroom:
-            raise DiskFull(
-                f"the broker's disk has {free >> 20:,} MB left, too little for a blob of "
-                f"{size:,} bytes",
-                remedy="free some space there; offering it again later is safe",
-                retry_after_s=5,
-            )
-
     # -------------------------------------------------------------- uploads
 
     def _offer(self, peer: Peer, msg_id: int, message: m.BlobOffer) -> None:
@@ -243,6 +283,12 @@ class Store:
         self._offers.add(peer, upload)
 
     def _begin(self, upload: _Upload, now: Instant) -> None:
+        peer = upload.peer
+        for other in list(self._uploads.values()):
+            # The same program on another connection: the old one is lost, only not yet to us.
+            same = (other.peer.id, other.peer.session) == (peer.id, peer.session)
+            if same and other.peer is not peer and other.blob == upload.blob:
+                self._drop(other, keep=True)
         upload.heard = now
         self._uploads[upload.number] = upload
         self._uploads_of.setdefault(upload.peer, {})[upload] = None
@@ -286,31 +332,47 @@ class Store:
         upload = self._uploads.get(event.upload)
         if upload is None:
             return  # it was dropped meanwhile
-        self._count(upload, event.upto)
+        if upload.begun:
+            self._count(upload, upload.size if event.stored else event.upto)
         if event.error is not None:
             self._refuse(upload, event.error, gone=True)
         elif event.stored:
             upload.peer.send(m.BlobStored(upload.blob), upload.offer)
             self._forget(upload)
-        elif upload.begun or self._has_room(upload):
+        elif upload.begun and event.upto:
             self._pull_parts(upload, now)
+        else:
+            # It begins, or begins anew, because what was set aside for it was wrong.
+            upload.asked = upload.handed = upload.written = event.upto
+            if not upload.begun:
+                self._cramped[upload] = None
+                self._let_in(now)
+            else:
+                self._pull_parts(upload, now)
 
     def _count(self, upload: _Upload, upto: int) -> None:
-        grown = max(upto - upload.written, 0)
+        grown = upto - upload.written
         upload.written += grown
-        self._owed_bytes -= grown
+        self.room.owed -= grown
         # Measured now and then only: uploads must not eat what is kept free meanwhile.
         self._intake.disk_free -= grown
 
-    def _has_room(self, upload: _Upload) -> bool:
-        try:
-            self._check_room(upload.size)
-        except DiskFull as error:
-            self._refuse(upload, error)
-            return False
-        upload.begun = True
-        self._owed_bytes += upload.size
-        return True
+    def _wanted(self) -> int:
+        """How many bytes must go for all that wait."""
+        sizes = [each.size - each.written for each in self._cramped]
+        return self.room.short_of(sum(sizes)) if sizes else 0
+
+    def _let_in(self, now: Instant) -> None:
+        """Those there is room for; if it is vain to wait for more, the others are refused."""
+        for upload in list(self._cramped):
+            size = upload.size - upload.written
+            if not self.room.short_of(size):
+                del self._cramped[upload]
+                upload.begun = True
+                self.room.owed += size
+                self._pull_parts(upload, now)
+            elif self.room.is_vain(now) or self.room.never_fits(upload.size):
+                self._refuse(upload, self.room.refusal(size))
 
     def _refuse(self, upload: _Upload, error: EkidenError, *, gone: bool = False) -> None:
         """`gone`: the disk holds nothing of it any more."""
@@ -319,15 +381,17 @@ class Store:
         if gone:
             self._forget(upload)
         else:
-            self._drop(upload)
+            # What came of a blob may be right, whatever is wrong with its bearer.
+            self._drop(upload, keep=True)
 
-    def _drop(self, upload: _Upload) -> None:
-        self._effects.append(DropBlob(upload.number))
+    def _drop(self, upload: _Upload, *, keep: bool = False) -> None:
+        self._effects.append(DropBlob(upload.number, keep))
         self._forget(upload)
 
     def _forget(self, upload: _Upload) -> None:
+        self._cramped.pop(upload, None)
         if upload.begun:
-            self._owed_bytes -= upload.size - upload.written
+            self.room.owed -= upload.size - upload.written
         del self._uploads[upload.number]
         for number in upload.pulls:
             del self._pulls[number]
@@ -350,15 +414,39 @@ class Store:
         pull = _Pull(peer, msg_id, message.blob, message.offset, message.length)
         self._asked.add(peer, pull)
 
-    def _read(self, event: BlobRead) -> None:
+    def _read(self, event: BlobRead, now: Instant) -> None:
         pull = self._reading.pop(event.read)
         if event.error is not None:
             if isinstance(event.error, Fault):
                 self._log("blob.unreadable", pull.peer, pull.blob, event.error)
+            if isinstance(event.error, StorageFault | BadRequest):
+                # It cannot be read, or is shorter than somebody thinks.
+                self._suspect(pull.blob, now)
             pull.peer.send_frame(refusal_frame(event.error, pull.msg_id))
         else:
             part = m.BlobPart(pull.blob, pull.offset, event.data, event.size)
             pull.peer.send(part, pull.msg_id)
+
+    # -------------------------------------------------------------- damage
+
+    def _suspect(self, blob: str, now: Instant) -> None:
+        """Have it examined, unless that was just done or too many wait for it."""
+        sound = self._sound.get(blob)
+        if sound is not None and now - sound < limits.BLOB_SUSPECT_AGAIN_NS:
+            return
+        if blob != self._examining and len(self._suspects) < limits.BLOB_SUSPECTS_MAX:
+            self._suspects[blob] = None
+
+    def _examined(self, event: BlobExamined, now: Instant) -> None:
+        self._examining = ""
+        self._sound.pop(event.blob, None)
+        if event.damaged:
+            facts = {"blob": event.blob, "kept": event.kept or "not kept"}
+            self._effects.append(Log("error", "blob.damaged", facts))
+            return
+        self._sound[event.blob] = now
+        if len(self._sound) > limits.BLOB_SUSPECTS_MAX:
+            del self._sound[next(iter(self._sound))]
 
 
 def _keeps_up(peer: Peer) -> bool:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PORT: Final = 7000
 MIB: Final = 1 << 20
+GIB: Final = 1 << 30
 DAY_NS: Final = 24 * 3600 * limits.NS
 POLICIES: Final = ("least-load", "round-robin")
 
@@ -50,6 +51,12 @@ Level = Annotated[
 ]
 Port = Annotated[
     int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="0 takes a free one.")
+]
+BlobsMax = Annotated[
+    float,
+    typer.Option(
+        "--blobs-max", min=0, metavar="GB", help="Room for stored files; 0: what the disk has."
+    ),
 ]
 Advertise = Annotated[
     str, typer.Option("--advertise", metavar="HOST:PORT", help="How others reach it.")
@@ -101,6 +108,7 @@ def broker(
         int,
         typer.Option("--ids-max", min=0, metavar="N", help="Most ids of finished jobs to keep."),
     ] = limits.IDS_KEPT_MAX,
+    blobs_max: BlobsMax = 0,
     policy: Annotated[
         list[str] | None,
         typer.Option(
@@ -145,6 +153,7 @@ def broker(
         results_max=results_max,
         ids_max=ids_max,
         waiting_max=waiting_max,
+        blobs_max=int(blobs_max * GIB),
         policies=_policies(policy or []),
         on_ready=lambda ready: _announce(bind, ready, as_json=as_json),
     )

@@ -96,7 +96,8 @@ def _store(blobs: dict[str, Any]) -> str | None:
     """Files by hash; nothing is said of a store that was never used."""
     if not blobs.get("count"):
         return None
-    return f"{output.count(blobs['count'], 'file')}, {output.size(blobs['bytes'])}"
+    quota = f" of {output.size(blobs['quota'])}" if blobs.get("quota") else ""
+    return f"{output.count(blobs['count'], 'file')}, {output.size(blobs['bytes'])}{quota}"
 
 
 def _journal(journal: dict[str, Any]) -> str:

@@ -11,7 +11,17 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ekiden.cli import options, output
-from ekiden.cli.broker import PORT, Data, Level, LogLevel, Port, data_folder, run_broker
+from ekiden.cli.broker import (
+    GIB,
+    PORT,
+    BlobsMax,
+    Data,
+    Level,
+    LogLevel,
+    Port,
+    data_folder,
+    run_broker,
+)
 from ekiden.cli.worker import Config, Execs, HandlersReference, Services, Slots
 
 RESTART_FIRST_S: Final = 1.0
@@ -23,6 +33,7 @@ def up(
     slots: Slots = None,
     port: Port = PORT,
     data: Data = None,
+    blobs_max: BlobsMax = 0,
     handlers: HandlersReference = "",
     execs: Execs = None,
     services: Services = None,
@@ -74,7 +85,7 @@ def up(
         crew.start(f"127.0.0.1:{ready}")
         _announce(ready, crew.slots, str(folder), as_json=as_json)
 
-    config = BrokerConfig(data=folder, port=port, on_ready=on_ready)
+    config = BrokerConfig(data=folder, port=port, blobs_max=int(blobs_max * GIB), on_ready=on_ready)
     try:
         code = run_broker(config, log_level=log_level, as_json=as_json, world_kind=World)
     finally:

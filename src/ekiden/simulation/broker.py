@@ -81,7 +81,7 @@ class SimBroker(Process):
         self.handlers[Append] = self._append
         self.handlers[TakeSnapshot] = self._take_snapshot
         self.handlers[Halt] = self._halt
-        self.blobs = MemoryBlobs()
+        self.blobs = MemoryBlobs(lambda: universe.wall)
         for kind in EFFECTS:
             self.handlers[kind] = self._perform_blob
 

@@ -6,7 +6,8 @@ asked for, and a transfer costs a few parts of memory however large the file is.
 
 A transfer outlives connections. After a loss an upload is offered again, and the broker says by its
 pulls where to go on; a download goes on after the last part that was written. What cannot be read,
-written or verified, and what the broker refuses, ends the transfer with that error.
+written or verified, and what the broker refuses, ends the transfer with that error. Of bytes that
+all came and do not match, the broker is told, so that it looks at its own copy of them.
 
 The layer above knows a transfer by its `token` and does the reading, writing and hashing.
 """
@@ -372,6 +373,8 @@ class Transfers:
         if not isinstance(download, _Download):
             return
         if event.error is not None:
+            if isinstance(event.error, BlobDamaged):
+                self._say(messages.BlobSpoiled(download.blob, download.size))
             self._end(download, event.error)
             return
         download.written += download.writing

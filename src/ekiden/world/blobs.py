@@ -2,118 +2,104 @@
 
 A name appears only after the bytes under it were hashed, synced and found to match, so whatever has
 one is whole, whenever the process died. Until then an upload is a file under `incoming/`, which
-belongs to one process: what an earlier one left there is removed.
+belongs to one process: what an earlier one left there is removed. A blob that is found damaged
+later is moved to `damaged/`, where the last few are kept for whoever wants to know what happened.
 
-A blob that was neither offered nor read for a while is removed by `sweep`; its modification time is
-the record of its last use. All calls but `count` and `bytes` belong to one thread.
+The modification time of a blob is the record of its last use. What nobody used of late is named by
+`unused`, and removed by `remove` if it was still not used then.
+
+`read`, `read_cached`, `examine`, `count`, `bytes` and `held` may be called from any thread; all
+else belongs to one.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import heapq
 import os
 import re
 import time
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
+from ekiden import limits
 from ekiden.errors import BadRequest, BlobDamaged, NoSpace, StorageFault, UnknownBlob
+from ekiden.world.arrivals import Arrivals
+from ekiden.world.openfiles import OpenFiles
 
 _INCOMING: Final = "incoming"
+_DAMAGED: Final = "damaged"
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 
 # A quota and a limit on the size of files are full disks too.
 _FULL: Final = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 
-# Synced as it grows: the sync at the end, for which others wait, has little left to do.
-_SYNC_BYTES: Final = 32 << 20
-
 # The time of last use need not be exact: at most one change of a file's metadata in so long.
 _TOUCH_S: Final = 60.0
 
+_HASH_BYTES: Final = 1 << 20
 _FLAGS: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
-
-class _Incoming:
-    """An upload on its way to a name."""
-
-    __slots__ = ("blob", "digest", "fd", "path", "size", "synced", "written")
-
-    def __init__(self, path: str, blob: str, size: int) -> None:
-        self.path = path
-        self.blob = blob
-        self.size = size
-        self.digest: Any = hashlib.sha256()
-        self.written = 0
-        self.synced = 0
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-
-    def add(self, data: bytes) -> None:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[os.write(self.fd, rest) :]
-        self.digest.update(data)
-        self.written += len(data)
-
-    def sync(self) -> None:
-        os.fsync(self.fd)
-        self.synced = self.written
-        if self.written >= _SYNC_BYTES and hasattr(os, "posix_fadvise"):
-            # A small result is fetched soon and stays in memory until then; a large file would push
-            # out everything else.
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def remove(self) -> None:
-        """Leave nothing, whatever state it is in."""
-        self.close()
-        with suppress(OSError):
-            os.unlink(self.path)
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+Used = tuple[str, int]
+"""A blob, and when it was last used: nanoseconds by the clock of the disk."""
 
 
 class BlobFolder:
     """The blobs of one broker. The folder is made when the first one comes."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, sync: bool = True) -> None:
-        """Without `sync` nothing is promised to survive a power loss."""
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        sync: bool = True,
+        unused_s: float = float("inf"),
+        grace_s: float = limits.BLOB_GRACE_NS / limits.NS,
+    ) -> None:
+        """Without `sync` nothing is promised to survive a power loss. What was not used for
+        `unused_s` shall go; what was used within `grace_s` stays, whatever the need."""
         self.folder = os.path.abspath(os.fspath(folder))
         self.count = 0
         self.bytes = 0
         self._sync = sync
-        self._incoming: dict[int, _Incoming] = {}
+        self._unused_s = unused_s
+        self._grace_s = grace_s
+        # A use has to show before the grace it gives is over.
+        self._touch_s = min(_TOUCH_S, grace_s / 2)
+        self._arrivals = Arrivals(os.path.join(self.folder, _INCOMING))
+        self._files = OpenFiles(limits.BLOB_FILES_OPEN)
+        self._oldest = _Oldest()
+
+    @property
+    def held(self) -> int:
+        """Bytes of all blobs, and of what came of those that are not whole."""
+        return self.bytes + self._arrivals.bytes
 
     # -------------------------------------------------------------- life
 
     def open(self) -> None:
         """Remove what was left half-done, and count what is there."""
-        incoming = os.path.join(self.folder, _INCOMING)
         try:
-            for name in os.listdir(incoming) if os.path.isdir(incoming) else ():
-                os.unlink(os.path.join(incoming, name))
-            self._look_through(oldest=float("-inf"))
+            self._arrivals.open()
+            self._count(self._look_through())
         except OSError as error:
             raise _fault("open the store of blobs", error) from error
 
     def close(self) -> None:
         """Give up all uploads."""
-        for number in list(self._incoming):
-            self.drop(number)
+        self._arrivals.close()
+        self._files.close()
 
     # -------------------------------------------------------------- coming in
 
     def begin(self, upload: int, blob: str, size: int) -> bool:
-        """Take in `size` bytes from here on; True if they are here already and none are wanted."""
-        if self._touch(blob, size):
+        """Take in the bytes from `written` on; True if all are here already and none are wanted."""
+        if self.touch(blob, size):
             return True
         try:
             os.makedirs(self.folder, mode=0o700, exist_ok=True)
-            os.makedirs(os.path.join(self.folder, _INCOMING), mode=0o700, exist_ok=True)
-            self._incoming[upload] = _Incoming(self._incoming_path(upload), blob, size)
+            self._arrivals.begin(upload, blob, size)
             return self._finish_if_whole(upload)
         except OSError as error:
             self.drop(upload)
@@ -125,16 +111,15 @@ class BlobFolder:
     def write(self, upload: int, data: bytes) -> bool:
         """The next bytes; True when all are durable under their name.
 
-        Raises what went wrong; then nothing of the upload is left.
+        If they do not match their hash together with what was set aside, all are wanted again:
+        `written` is 0. Raises what went wrong otherwise; then nothing of the upload is left.
         """
-        incoming = self._incoming[upload]
+        incoming = self._arrivals[upload]
         try:
-            if self._touch(incoming.blob, incoming.size):
+            if self.touch(incoming.blob, incoming.size):
                 self.drop(upload)  # somebody else was quicker with the same bytes
                 return True
-            incoming.add(data)
-            if self._sync and incoming.written - incoming.synced >= _SYNC_BYTES:
-                incoming.sync()
+            incoming.add(data, sync=self._sync)
             return self._finish_if_whole(upload)
         except OSError as error:
             self.drop(upload)
@@ -145,24 +130,48 @@ class BlobFolder:
 
     def has(self, upload: int) -> bool:
         """Whether it is under way."""
-        return upload in self._incoming
+        return upload in self._arrivals
 
     def written(self, upload: int) -> int:
         """How many bytes of it have come; 0 if it is not under way."""
-        incoming = self._incoming.get(upload)
-        return incoming.written if incoming is not None else 0
+        return self._arrivals[upload].written if upload in self._arrivals else 0
 
     def drop(self, upload: int) -> None:
         """Leave nothing of it."""
-        incoming = self._incoming.pop(upload, None)
-        if incoming is not None:
-            incoming.remove()
+        self._arrivals.drop(upload)
+
+    def set_aside(self, upload: int) -> None:
+        """Nothing more will come, but the next upload of the same blob may go on with it."""
+        self._arrivals.set_aside(upload)
+
+    def tidy(self) -> None:
+        """Give up what was set aside for too long."""
+        self._arrivals.tidy()
+
+    def touch(self, blob: str, size: int) -> bool:
+        """Whether it is here, of that size; if so it was just used."""
+        path = self._path(blob)
+        try:
+            found = os.stat(path)
+        except OSError:
+            return False
+        if found.st_size != size:
+            return False  # damage, or another size for the same hash: the upload will tell
+        # Also if it lies in the future: the clock was wrong, and it would be kept for too long.
+        if abs(time.time() - found.st_mtime) > self._touch_s:
+            with suppress(OSError):
+                os.utime(path)
+        return True
 
     def _finish_if_whole(self, upload: int) -> bool:
-        incoming = self._incoming[upload]
+        incoming = self._arrivals[upload]
         if incoming.written < incoming.size:
             return False
         if incoming.digest.hexdigest() != incoming.blob or incoming.written > incoming.size:
+            if incoming.resumed:
+                # Perhaps it was the other one that sent wrong bytes.
+                incoming.begin_anew()
+                return False
             raise BlobDamaged(
                 f"the bytes sent as blob {incoming.blob[:12]}… have another hash",
                 remedy="send it again; the file may have changed while it was read",
@@ -170,19 +179,21 @@ class BlobFolder:
         if self._sync:
             incoming.sync()
         incoming.close()
-        self._name(incoming)
-        del self._incoming[upload]
+        self._name(incoming.path, incoming.blob)
+        self._arrivals.named(upload)
         self.count += 1
         self.bytes += incoming.size
         return True
 
-    def _name(self, incoming: _Incoming) -> None:
+    def _name(self, found: str, blob: str) -> None:
         """After this it is there for everybody, and stays."""
-        path = self._path(incoming.blob)
+        path = self._path(blob)
         shelf = os.path.dirname(path)
         made = not os.path.isdir(shelf)
         os.makedirs(shelf, mode=0o700, exist_ok=True)
-        os.replace(incoming.path, path)
+        self._uncount(path)  # of another size, or there would have been no upload
+        os.replace(found, path)
+        self._files.forget(path)
         if self._sync:
             _sync_folder(shelf)
             if made:
@@ -197,7 +208,13 @@ class BlobFolder:
         The bytes are not verified again here: whoever fetches all of them does it.
         """
         try:
-            fd = os.open(self._path(blob), os.O_RDONLY | _FLAGS)
+            with self._files.use(self._path(blob)) as file:
+                if offset + length > file.size:
+                    raise BadRequest(
+                        f"blob {blob[:12]}… has {file.size:,} bytes, not {offset + length:,}"
+                    )
+                file.renew(self._touch_s)
+                return file.read(offset, length), file.size
         except FileNotFoundError:
             raise UnknownBlob(
                 f"the broker has no blob {blob[:12]}…",
@@ -205,89 +222,190 @@ class BlobFolder:
             ) from None
         except OSError as error:
             raise _fault(f"read blob {blob[:12]}…", error) from error
+
+    def read_cached(self, blob: str, offset: int, length: int) -> tuple[bytes, int] | None:
+        """What `read` would say, if that is known without waiting for a disk or another thread."""
+        return self._files.read_cached(self._path(blob), offset, length, self._touch_s)
+
+    # -------------------------------------------------------------- making room
+
+    def unused(self, wanted: int, *, new: bool, kept: Container[str]) -> tuple[list[Used], bool]:
+        """What is not `kept` and may go, the longest unused first; whether there may be more.
+
+        These are about `wanted` bytes that were not used within the grace time, and beyond them
+        what was not used for very long; a bounded number. The next call names the next ones,
+        until one is `new`.
+        """
+        now = time.time_ns()
+        long_ago = now - self._unused_s * limits.NS
+        graced = now - int(self._grace_s * limits.NS)
+        oldest, found, size = self._oldest, list[Used](), 0
+        self._arrivals.tidy()
+        self._arrivals.make_room(wanted)
+        if new:
+            oldest.begin(keep=wanted > 0)
         try:
-            found = os.fstat(fd)
-            if offset + length > found.st_size:
-                raise BadRequest(
-                    f"blob {blob[:12]}… has {found.st_size:,} bytes, not {offset + length:,}"
-                )
-            self._renew(self._path(blob), found)
-            return _read_at(fd, offset, length), found.st_size
+            while len(found) < limits.BLOB_UNUSED_TOLD:
+                if not oldest.listed and not oldest.fill(self, graced):
+                    break
+                used, blob, length = oldest.listed[-1]
+                if size >= wanted and used >= long_ago:
+                    return found, wanted > 0
+                oldest.listed.pop()
+                if blob not in kept:
+                    found.append((blob, used))
+                    size += length
         except OSError as error:
-            raise _fault(f"read blob {blob[:12]}…", error) from error
-        finally:
-            os.close(fd)
+            raise _fault("look through the store of blobs", error) from error
+        return found, oldest.more
 
-    def _touch(self, blob: str, size: int) -> bool:
-        """Whether it is here; if so it was just used."""
-        path = self._path(blob)
-        try:
-            found = os.stat(path)
-        except OSError:
-            return False
-        if found.st_size != size:
-            return False  # damage, or another size for the same hash: the upload will tell
-        self._renew(path, found)
-        return True
+    def remove(self, blobs: list[Used], *, kept: Container[str]) -> tuple[int, int]:
+        """Remove those that were not used since and are not `kept`; how many, of how many bytes."""
+        count, size = self.count, self.bytes
+        for blob, used in blobs:
+            path = self._path(blob)
+            try:
+                if os.stat(path).st_mtime_ns == used and blob not in kept:
+                    self._uncount(path)
+                    os.unlink(path)
+                    self._files.forget(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise _fault(f"remove blob {blob[:12]}…", error) from error
+        return count - self.count, size - self.bytes
 
-    def _renew(self, path: str, found: os.stat_result) -> None:
-        # Also if it lies in the future: the clock was wrong, and it would be kept for too long.
-        if abs(time.time() - found.st_mtime) > _TOUCH_S:
-            with suppress(OSError):
-                os.utime(path)
+    def _uncount(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self.bytes -= os.stat(path).st_size
+            self.count -= 1
 
-    # -------------------------------------------------------------- keeping house
+    def look_through(self, before: int) -> Iterator[tuple[int, str, int]]:
+        """When each was last used if that was before, its name and its size; all are counted."""
+        found = self._look_through()
+        self._count(found)
+        return (each for each in found if each[0] < before)
 
-    def sweep(self, unused_s: float) -> int:
-        """Remove what was not used for so long; how many blobs that were."""
-        try:
-            return self._look_through(time.time() - unused_s)
-        except OSError as error:
-            raise _fault("sweep the store of blobs", error) from error
+    def _count(self, found: list[tuple[int, str, int]]) -> None:
+        self.count, self.bytes = len(found), sum(size for _, _, size in found)
 
-    def _look_through(self, oldest: float) -> int:
-        """Remove what was last used before then, and count the rest."""
-        removed = count = size = 0
-        for entry in self._entries():
-            found = entry.stat(follow_symlinks=False)
-            if found.st_mtime < oldest:
-                os.unlink(entry.path)
-                removed += 1
-            else:
-                count += 1
-                size += found.st_size
-        self.count, self.bytes = count, size
-        return removed
-
-    def _entries(self) -> list[os.DirEntry[str]]:
+    def _look_through(self) -> list[tuple[int, str, int]]:
+        found: list[tuple[int, str, int]] = []
         if not os.path.isdir(self.folder):
-            return []
-        found: list[os.DirEntry[str]] = []
+            return found
         with os.scandir(self.folder) as shelves:
             for shelf in shelves:
                 if len(shelf.name) == 2 and shelf.is_dir(follow_symlinks=False):
                     with os.scandir(shelf.path) as blobs:
-                        found += [entry for entry in blobs if _NAME.fullmatch(entry.name)]
+                        for entry in blobs:
+                            if _NAME.fullmatch(entry.name):
+                                what = entry.stat(follow_symlinks=False)
+                                found.append((what.st_mtime_ns, entry.name, what.st_size))
         return found
+
+    # -------------------------------------------------------------- damage
+
+    def examine(self, blob: str, *, goes_on: Callable[[], bool] = lambda: True) -> int:
+        """Read all of it, as long as that `goes_on`. If it cannot be read or does not match its
+        hash: the number of its file, for `withdraw`. 0 if it is sound, or not here."""
+        digest, number = hashlib.sha256(), 0
+        try:
+            fd = os.open(self._path(blob), os.O_RDONLY | _FLAGS)
+            try:
+                number = os.fstat(fd).st_ino
+                while block := os.read(fd, _HASH_BYTES):
+                    if not goes_on():
+                        return 0
+                    digest.update(block)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            if error.errno == errno.EIO:
+                return number
+            raise _fault(f"examine blob {blob[:12]}…", error) from error
+        return 0 if digest.hexdigest() == blob else number
+
+    def withdraw(self, blob: str, number: int) -> str | None:
+        """Take a damaged blob out of the store, unless another file has its name by now (None).
+        Where it is kept, or "" if that takes too much room."""
+        path = self._path(blob)
+        damaged = os.path.join(self.folder, _DAMAGED)
+        name = f"{blob}.{time.time_ns()}"
+        try:
+            if os.stat(path).st_ino != number:
+                return None
+            os.makedirs(damaged, mode=0o700, exist_ok=True)
+            self._uncount(path)
+            os.replace(path, os.path.join(damaged, name))
+            self._files.forget(path)
+            return os.path.join(damaged, name) if name in _keep_newest(damaged) else ""
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _fault(f"set aside blob {blob[:12]}…", error) from error
 
     def _path(self, blob: str) -> str:
         assert _NAME.fullmatch(blob), blob
         return os.path.join(self.folder, blob[:2], blob)
 
-    def _incoming_path(self, upload: int) -> str:
-        return os.path.join(self.folder, _INCOMING, str(upload))
+
+class _Oldest:
+    """Blobs by their last use, as it was when the folder was last looked through.
+
+    What is left of one search is good for the next: `remove` looks at the time of use again. So a
+    full store looks through its folder once for many uploads, not once for each.
+    """
+
+    def __init__(self) -> None:
+        self.listed: list[tuple[int, str, int]] = []
+        """Last use, name and size; the oldest last."""
+        self._after: tuple[int, str, int] | None = None
+        """The newest that was listed, if there are others behind it."""
+        self._again = False
+        """Whether this search may begin once more from the oldest."""
+
+    @property
+    def more(self) -> bool:
+        """Whether there may be others."""
+        return bool(self.listed) or self._after is not None or self._again
+
+    def begin(self, *, keep: bool) -> None:
+        """A new search, to `keep` with what is listed already."""
+        self._again = True
+        if not keep:
+            self.listed, self._after = [], None
+
+    def fill(self, folder: BlobFolder, before: int) -> bool:
+        """List the next ones that were last used before then; False if there are none."""
+        while self._after is not None or self._again:
+            after, self._after = self._after, None
+            if after is None:
+                self._again = False
+            found = folder.look_through(before)
+            beyond = found if after is None else (each for each in found if each > after)
+            self.listed = heapq.nsmallest(limits.BLOB_UNUSED_LISTED, beyond)
+            if len(self.listed) == limits.BLOB_UNUSED_LISTED:
+                self._after = self.listed[-1]
+            self.listed.reverse()
+            if self.listed:
+                return True
+        return False
 
 
-def _read_at(fd: int, offset: int, length: int) -> bytes:
-    os.lseek(fd, offset, os.SEEK_SET)
-    parts: list[bytes] = []
-    while length:
-        part = os.read(fd, length)
-        if not part:
-            raise OSError(errno.EIO, "the file is shorter than it was")
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _keep_newest(folder: str) -> set[str]:
+    """Remove all but the last few files, as far as they are not too large; what is left."""
+    kept: set[str] = set()
+    size = 0
+    for name in sorted(os.listdir(folder), key=lambda name: name.rpartition(".")[2], reverse=True):
+        path = os.path.join(folder, name)
+        size += os.stat(path).st_size
+        if len(kept) < limits.BLOB_DAMAGED_KEPT and size <= limits.BLOB_DAMAGED_BYTES:
+            kept.add(name)
+        else:
+            os.unlink(path)
+    return kept
 
 
 def _sync_folder(path: str) -> None:

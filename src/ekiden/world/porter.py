@@ -34,6 +34,7 @@ from ekiden.wire.transfers import (
     WritePart,
 )
 from ekiden.world.loop import Driver
+from ekiden.world.memory import keep_part_buffers
 
 _HASH_BYTES: Final = 1 << 20
 
@@ -75,6 +76,7 @@ class Porter:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="ekiden-hash")
         """Another, because a large file takes seconds and the parts of others must not wait."""
         self._closed: EkidenError | None = None
+        keep_part_buffers()
         driver.handle(ReadPart, self._read_part)
         driver.handle(WritePart, self._write_part)
         driver.handle(Transferred, self._transferred)
@@ -178,8 +180,14 @@ class Porter:
 
     def _start(self, work: Callable[[], PartRead | PartWritten]) -> None:
         """In the thread; the machine hears of it on the loop."""
-        done = self._loop.run_in_executor(self._files, work)
-        done.add_done_callback(lambda done: self._feed(done.result()))
+
+        def run() -> None:
+            # Not by way of a future of the loop: that costs as much as the work.
+            event = work()
+            with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                self._loop.call_soon_threadsafe(self._feed, event)
+
+        self._files.submit(run)
 
     # -------------------------------------------------------------- effects
 

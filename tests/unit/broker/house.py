@@ -15,6 +15,7 @@ from ekiden.broker.events import (
     CheckCache,
     Persisted,
     ReleaseCache,
+    VerifyCache,
     WallClock,
 )
 from ekiden.broker.machine import BrokerMachine
@@ -161,7 +162,7 @@ class House:
         """The disk takes its time: nothing is written unless a test says `persist`."""
         self.shelf: dict[str, CacheChecked] = {}
         """What the disk says of a cache, by manifest; else that all is there."""
-        self.checking: list[CheckCache] = []
+        self.checking: list[CheckCache | VerifyCache] = []
         self.pins: Counter[str] = Counter()
         """How often the disk was told to keep the bytes of a cache, less how often to let go."""
         self.config = BrokerConfig(**config)
@@ -191,8 +192,7 @@ class House:
                 case Close():
                     self.fars[effect.conn].open = False
                     effects.append(effect)
-                case CheckCache():
-                    self.pins[effect.cache.manifest] += 1
+                case CheckCache() | VerifyCache():
                     self.checking.append(effect)
                 case ReleaseCache():
                     self.pins[effect.cache.manifest] -= 1
@@ -216,6 +216,9 @@ class House:
         checking, self.checking = self.checking, []
         for check in checking:
             answer = self.shelf.get(check.cache.manifest, CacheChecked(0, files=3, size=1000))
+            whole = not answer.missing and answer.error is None
+            if isinstance(check, CheckCache) and (whole or check.known):
+                self.pins[check.cache.manifest] += 1
             self.machine.receive(msgspec.structs.replace(answer, number=check.number), self.now)
 
     def settle(self) -> list[Any]:

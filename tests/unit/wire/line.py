@@ -38,9 +38,9 @@ class Cut(Exception):
 class Line:
     """Every frame, every read and every write is a step; the line can break at any of them."""
 
-    def __init__(self, *, cut_at: int = 0, blobs: MemoryBlobs | None = None) -> None:
+    def __init__(self, *, cut_at: int = 0, blobs: MemoryBlobs | None = None, **config: Any) -> None:
         self.blobs = blobs or MemoryBlobs()
-        self.house = House()
+        self.house = House(**config)
         self.numbers = 0
         self.transfers = Transfers(self._number)
         self.cut_at = cut_at

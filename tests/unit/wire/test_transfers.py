@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.wire.line import Line, hash_of
+from tests.unit.wire.line import Cut, Line, hash_of
 
 from ekiden import limits
-from ekiden.errors import BlobDamaged, Closed, DiskFull, Fault, Refusal, UnknownBlob
+from ekiden.errors import BlobDamaged, Closed, DiskFull, Fault, Refusal, StoreFull, UnknownBlob
 from ekiden.simulation.blobs import MemoryBlobs
 from ekiden.wire import messages as m
 from ekiden.wire.frames import FrameReader
@@ -160,6 +160,99 @@ def test_a_download_of_damaged_bytes_ends_with_that() -> None:
     line.run()
 
     assert isinstance(line.ended["down"], BlobDamaged)
+
+
+def test_a_broker_that_sent_damaged_bytes_sets_them_aside_and_takes_sound_ones() -> None:
+    line = Line(blobs=MemoryBlobs())
+    line.blobs.stored[BLOB] = DATA[::-1]
+    line.download("down", BLOB, len(DATA))
+    line.run()
+    assert [each for each in line.seen if isinstance(each, m.BlobSpoiled)] == [
+        m.BlobSpoiled(BLOB, len(DATA))
+    ]
+    assert (line.blobs.damaged, line.blobs.stored) == ([BLOB], {})
+
+    line.upload("up", DATA)
+    line.run()
+    line.download("again", BLOB, len(DATA))
+    line.run()
+
+    assert line.ended["again"] is None
+    assert line.sinks["again"] == DATA
+
+
+def test_a_peer_that_spoils_good_bytes_itself_does_no_harm() -> None:
+    line = Line(blobs=stored(DATA))
+    line.download("down", BLOB, len(DATA))
+    line.blob_of["down"] = "another"
+
+    line.run()
+
+    assert isinstance(line.ended["down"], BlobDamaged)
+    assert line.blobs.stored == {BLOB: DATA}
+
+
+def test_an_upload_goes_on_where_it_was_after_a_lost_connection() -> None:
+    sent = []
+    for cut_at in range(1, 60):
+        line = Line(cut_at=cut_at)
+        line.upload("up", DATA)
+        line.run()
+
+        assert line.ended == {"up": None}
+        assert line.blobs.stored == {BLOB: DATA}
+        assert line.blobs.aside == {}
+        sent.append(line.blobs.written)
+        if not line.cuts:
+            break
+
+    assert set(sent) == {len(DATA)}, "no byte was written twice, wherever the line broke"
+
+
+def test_another_connection_goes_on_with_what_the_first_one_left() -> None:
+    line = Line(cut_at=24)
+    line.upload("up", DATA)
+    try:
+        while True:
+            line._round()
+    except Cut:
+        line.lose_connection()
+    line.transfers.receive(GivenUp("up"))
+    line.run()
+    (left,) = line.blobs.aside.values()
+    assert left
+
+    line.upload("other", DATA)
+    line.run()
+
+    assert line.ended == {"other": None}
+    assert line.blobs.written == len(DATA)
+
+
+def test_a_full_store_makes_room_for_an_upload_and_keeps_what_the_book_needs() -> None:
+    others = [bytes([n]) * 100 for n in range(5)]
+    line = Line(blobs=stored(*others), blobs_max=600)
+    line.blobs.used = {hash_of(data): -(10**18) - n for n, data in enumerate(others)}
+    needed = hash_of(others[-1])
+    line.house.machine.store.room._referenced = lambda blob: blob == needed
+
+    line.upload("up", DATA)
+    line.run()
+
+    assert line.ended == {"up": None}
+    assert set(line.blobs.stored) == {BLOB, needed, hash_of(others[0]), hash_of(others[1])}
+
+
+def test_a_store_that_is_full_of_what_is_needed_refuses() -> None:
+    line = Line(blobs=stored(b"x" * 400), blobs_max=600)
+    line.blobs.used = dict.fromkeys(line.blobs.stored, -(10**18))
+    line.house.machine.store.room._referenced = lambda _blob: True
+
+    line.upload("up", DATA)
+    line.run()
+
+    assert isinstance(line.ended["up"], StoreFull)
+    assert set(line.blobs.stored) == {hash_of(b"x" * 400)}
 
 
 def test_a_download_of_what_nobody_stored_is_refused() -> None:

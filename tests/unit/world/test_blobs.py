@@ -7,13 +7,15 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ekiden import limits
 from ekiden.errors import BadRequest, BlobDamaged, NoSpace, StorageFault, UnknownBlob
-from ekiden.world import blobs
+from ekiden.world import arrivals
 from ekiden.world.blobs import BlobFolder
 
 
@@ -219,18 +221,309 @@ def test_a_part_beyond_the_end_is_refused(store: BlobFolder, offset: int, length
         store.read(BLOB, offset, length)
 
 
-def test_what_nobody_used_for_long_is_swept_and_what_was_used_stays(store: BlobFolder) -> None:
-    names = [put(store, b"%d" % n, n) for n in range(4)]
-    old = os.path.getmtime(store._path(names[0])) - 1000
+# ------------------------------------------------------------------ what may go
+
+
+NOTHING: frozenset[str] = frozenset()
+
+
+def aged(store: BlobFolder, data: bytes, age_s: float) -> str:
+    """A blob that was last used so long ago."""
+    name = put(store, data, 99)
+    then = time.time() - age_s
+    os.utime(store._path(name), (then, then))
+    return name
+
+
+def named(store: BlobFolder, wanted: int, *, new: bool = True, kept: Any = NOTHING) -> list[str]:
+    return [blob for blob, _ in store.unused(wanted, new=new, kept=kept)[0]]
+
+
+@pytest.fixture
+def aging(tmp_path: Path) -> BlobFolder:
+    """What was not used for 10,000 s goes, what was used within 1,000 s stays."""
+    return BlobFolder(tmp_path / "blobs", unused_s=10_000, grace_s=1_000)
+
+
+def test_what_was_not_used_for_very_long_is_named_and_what_was_used_is_not(
+    aging: BlobFolder,
+) -> None:
+    names = [aged(aging, b"%d" % n, 20_000 - n) for n in range(4)]
+    aging.read(names[0], 0, 1)
+    assert aging.begin(9, names[1], 1)
+
+    found, more = aging.unused(0, new=True, kept={names[2]})
+
+    assert ([blob for blob, _ in found], more) == ([names[3]], False)
+
+
+def test_the_longest_unused_are_named_first_and_none_that_were_used_of_late(
+    aging: BlobFolder,
+) -> None:
+    names = [aged(aging, b"%d" % n, age) for n, age in enumerate((5000, 7000, 999, 3000))]
+
+    assert named(aging, 2) == [names[1], names[0]]
+    assert named(aging, 2, new=False) == [names[3]]
+    assert named(aging, 100) == [names[1], names[0], names[3]]
+
+
+def test_pages_of_a_search_name_everything_once(
+    aging: BlobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "BLOB_UNUSED_TOLD", 3)
+    monkeypatch.setattr(limits, "BLOB_UNUSED_LISTED", 5)
+    names = [aged(aging, b"%d" % n, 5000 - n) for n in range(17)]
+
+    found, more = aging.unused(1000, new=True, kept=NOTHING)
+    told = [blob for blob, _ in found]
+    while more:
+        assert len(found) <= 3
+        found, more = aging.unused(1000, new=False, kept=NOTHING)
+        told += [blob for blob, _ in found]
+
+    assert told == names
+
+
+def test_a_search_ends_also_if_everything_is_kept(aging: BlobFolder) -> None:
+    names = {aged(aging, b"%d" % n, 5000) for n in range(5)}
+    assert aging.unused(100, new=True, kept=names) == ([], False)
+
+
+def test_what_was_used_or_held_after_it_was_named_is_not_removed(aging: BlobFolder) -> None:
+    names = [aged(aging, b"%d" % n, 5000 - n) for n in range(3)]
+    found, _ = aging.unused(3, new=True, kept=NOTHING)
+    aging.touch(names[0], 1)
+
+    assert aging.remove(found, kept={names[1]}) == (1, 1)
+
+    assert files(Path(aging.folder)) == sorted(f"{name[:2]}/{name}" for name in names[:2])
+    assert (aging.count, aging.bytes, aging.held) == (2, 2, 2)
+
+
+def test_a_removed_file_takes_no_room_though_it_was_just_read(aging: BlobFolder) -> None:
+    name = aged(aging, b"x", 5000)
+    aging.read(name, 0, 1)
+    os.utime(aging._path(name), (1, 1))
+    opened = aging._files._open[aging._path(name)].fd
+
+    assert aging.remove([(name, 10**9)], kept=NOTHING) == (1, 1)
+
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened)
+    with pytest.raises(UnknownBlob):
+        aging.read(name, 0, 1)
+
+
+def test_bytes_in_memory_are_had_at_once_from_a_file_that_is_open(store: BlobFolder) -> None:
+    put(store, DATA)
+    assert store.read_cached(BLOB, 0, 4) is None, "to open it may take long"
+    store.read(BLOB, 0, 1)
+
+    if (found := store.read_cached(BLOB, 5, 5)) is None:
+        pytest.skip("this kind of disk cannot tell what is in memory")
+
+    assert found == (DATA[5:10], len(DATA))
+    assert store.read_cached(BLOB, len(DATA), 1) is None, "`read` says what is wrong"
+    os.unlink(store._path(BLOB))
+    assert store.read_cached(BLOB, 5, 5) is None
+
+
+def test_a_read_at_once_counts_as_a_use(aging: BlobFolder) -> None:
+    name = aged(aging, b"x", 5000)
+    aging.read(name, 0, 1)
+    os.utime(aging._path(name), (1, 1))
+    aging._files._open[aging._path(name)].used = 1
+    assert aging.read_cached(name, 0, 1) is None, "`read` notes it"
+    aging.read(name, 0, 1)
+    assert named(aging, 1) == []
+
+
+def test_a_file_that_somebody_removed_is_not_read_any_more(store: BlobFolder) -> None:
+    put(store, DATA)
+    store.read(BLOB, 0, 1)
+    os.unlink(store._path(BLOB))
+    with pytest.raises(UnknownBlob):
+        store.read(BLOB, 0, 1)
+
+
+def test_few_files_stay_open(store: BlobFolder) -> None:
+    names = [put(store, b"%d" % n, n) for n in range(3 * limits.BLOB_FILES_OPEN)]
     for name in names:
-        os.utime(store._path(name), (old, old))
+        store.read(name, 0, 1)
+    assert len(store._files._open) == limits.BLOB_FILES_OPEN
+    store.close()
+    assert store._files._open == {}
 
-    store.read(names[0], 0, 1)
-    assert store.begin(9, names[1], 1)
-    assert store.sweep(500) == 2
 
-    assert files(Path(store.folder)) == sorted(f"{name[:2]}/{name}" for name in names[:2])
-    assert (store.count, store.bytes) == (2, 2)
+# ------------------------------------------------------------------ going on with an upload
+
+
+def test_what_was_set_aside_is_where_the_next_upload_goes_on(store: BlobFolder) -> None:
+    store.begin(1, BLOB, len(DATA))
+    store.write(1, DATA[:10])
+    store.set_aside(1)
+    assert (store.has(1), store.held) == (False, 10)
+
+    assert not store.begin(2, BLOB, len(DATA))
+    assert store.written(2) == 10
+    assert store.write(2, DATA[10:])
+
+    assert files(Path(store.folder)) == [f"{BLOB[:2]}/{BLOB}"]
+    assert store.read(BLOB, 0, len(DATA))[0] == DATA
+    assert store.held == len(DATA)
+
+
+def test_an_upload_under_way_is_not_taken_over(store: BlobFolder) -> None:
+    store.begin(1, BLOB, len(DATA))
+    store.write(1, DATA[:10])
+
+    store.begin(2, BLOB, len(DATA))
+
+    assert (store.written(1), store.written(2)) == (10, 0)
+    store.write(2, DATA[:4])
+    store.set_aside(1)
+    store.set_aside(2)
+    store.begin(3, BLOB, len(DATA))
+    assert store.written(3) == 10, "the longer one was kept"
+    assert files(Path(store.folder)) == ["incoming/1"]
+
+
+def test_wrong_bytes_set_aside_by_another_do_not_spoil_an_upload(store: BlobFolder) -> None:
+    store.begin(1, BLOB, len(DATA))
+    store.write(1, b"wrong from" + DATA[10:20])
+    store.set_aside(1)
+    store.begin(2, BLOB, len(DATA))
+
+    assert not store.write(2, DATA[20:])
+    assert (store.has(2), store.written(2)) == (True, 0)
+    assert store.write(2, DATA)
+
+    assert store.read(BLOB, 0, len(DATA))[0] == DATA
+    assert files(Path(store.folder)) == [f"{BLOB[:2]}/{BLOB}"]
+
+
+def test_a_file_set_aside_that_was_changed_is_not_gone_on_with(store: BlobFolder) -> None:
+    store.begin(1, BLOB, len(DATA))
+    store.write(1, DATA[:10])
+    store.set_aside(1)
+    os.truncate(os.path.join(store.folder, "incoming", "1"), 5)
+
+    store.begin(2, BLOB, len(DATA))
+
+    assert store.written(2) == 0
+    assert files(Path(store.folder)) == ["incoming/2"]
+
+
+def test_what_is_set_aside_is_bounded_by_number_bytes_and_time(
+    store: BlobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "BLOB_SET_ASIDE_MAX", 3)
+    monkeypatch.setattr(limits, "BLOB_SET_ASIDE_BYTES", 25)
+
+    def set_aside(n: int) -> None:
+        data = b"%d" % n * 10
+        store.begin(n, hash_of(data), 10)
+        store.write(n, data[:9] if n < 9 else data[:1])
+        store.set_aside(n)
+
+    set_aside(1)
+    set_aside(2)
+    set_aside(3)
+    assert files(Path(store.folder)) == ["incoming/2", "incoming/3"]
+    set_aside(9)
+    monkeypatch.setattr(limits, "BLOB_SET_ASIDE_MAX", 2)
+    store.tidy()
+    assert files(Path(store.folder)) == ["incoming/3", "incoming/9"]
+    monkeypatch.setattr(limits, "BLOB_SET_ASIDE_NS", 0)
+    store.tidy()
+    assert (files(Path(store.folder)), store.held) == ([], 0)
+
+
+def test_what_is_set_aside_goes_before_anything_is_named(aging: BlobFolder) -> None:
+    kept = aged(aging, b"x", 5000)
+    aging.begin(1, BLOB, len(DATA))
+    aging.write(1, DATA[:10])
+    aging.set_aside(1)
+
+    aging.unused(5, new=True, kept=NOTHING)
+
+    assert files(Path(aging.folder)) == [f"{kept[:2]}/{kept}"]
+
+
+def test_nothing_is_set_aside_of_an_upload_of_which_nothing_came(store: BlobFolder) -> None:
+    store.begin(1, BLOB, len(DATA))
+    store.set_aside(1)
+    store.set_aside(1)
+    assert files(Path(store.folder)) == []
+
+
+# ------------------------------------------------------------------ damage
+
+
+def damage(store: BlobFolder, name: str, data: bytes) -> None:
+    Path(store._path(name)).write_bytes(data)
+
+
+@pytest.mark.parametrize("found", [DATA[::-1], DATA[:5], b""])
+def test_damage_is_found_kept_as_evidence_and_can_be_put_again(
+    store: BlobFolder, found: bytes
+) -> None:
+    put(store, DATA)
+    damage(store, BLOB, found)
+
+    number = store.examine(BLOB)
+    kept = store.withdraw(BLOB, number)
+
+    assert number
+    assert kept is not None
+    assert Path(kept).read_bytes() == found
+    assert Path(kept).name.startswith(BLOB)
+    assert store.count == 0
+    put(store, DATA, 2)
+    assert store.read(BLOB, 0, len(DATA))[0] == DATA
+    assert store.examine(BLOB) == 0
+
+
+def test_a_sound_blob_and_one_that_is_not_there_are_no_damage(store: BlobFolder) -> None:
+    put(store, DATA)
+    assert store.examine(BLOB) == 0
+    assert store.examine(hash_of(b"other")) == 0
+
+
+def test_a_blob_put_again_while_its_old_copy_was_examined_stays(store: BlobFolder) -> None:
+    put(store, DATA)
+    damage(store, BLOB, DATA[:3])
+    number = store.examine(BLOB)
+    put(store, DATA, 2)
+
+    assert store.withdraw(BLOB, number) is None
+
+    assert store.read(BLOB, 0, len(DATA))[0] == DATA
+    assert store.count == 1
+
+
+def test_little_evidence_is_kept(store: BlobFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BLOB_DAMAGED_BYTES", 1000)
+    kept = []
+    for n in range(limits.BLOB_DAMAGED_KEPT + 2):
+        name = put(store, b"%d" % n, n)
+        damage(store, name, b"?")
+        kept.append(store.withdraw(name, store.examine(name)))
+    assert files(Path(store.folder)) == sorted(
+        os.path.relpath(path or "", store.folder) for path in kept[2:]
+    )
+
+    name = put(store, b"large", 99)
+    damage(store, name, bytes(2000))
+    assert store.withdraw(name, store.examine(name)) == "", "too large to keep"
+
+
+def test_a_file_that_was_cut_short_while_it_was_read_is_a_fault(store: BlobFolder) -> None:
+    put(store, DATA)
+    store.read(BLOB, 0, 1)
+    os.truncate(store._path(BLOB), 3)
+    with pytest.raises(StorageFault, match="cannot read"):
+        store.read(BLOB, 0, 10)
 
 
 def test_a_time_in_the_future_is_put_right_by_use(store: BlobFolder) -> None:
@@ -248,7 +541,9 @@ def test_foreign_files_in_the_folder_are_left_alone(store: BlobFolder) -> None:
     note = Path(store.folder) / BLOB[:2] / "README"
     note.write_text("mine")
 
-    assert store.sweep(-1000) == 1
+    store = BlobFolder(store.folder, unused_s=0, grace_s=0)
+    found, _ = store.unused(0, new=True, kept=NOTHING)
+    assert store.remove(found, kept=NOTHING) == (1, len(DATA))
 
     assert files(Path(store.folder)) == [f"{BLOB[:2]}/README"]
 
@@ -256,7 +551,7 @@ def test_foreign_files_in_the_folder_are_left_alone(store: BlobFolder) -> None:
 def test_a_large_upload_is_synced_as_it_grows(
     store: BlobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blobs, "_SYNC_BYTES", 10)
+    monkeypatch.setattr(arrivals, "_SYNC_BYTES", 10)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
 
