@@ -29,7 +29,7 @@ COLUMNS: Final = ("id", "#files", "#size", "put", "client", "workers", "#jobs", 
 WORKER_COLUMNS: Final = ("worker", "status", "#there", "#of", "message")
 
 FAILURES_SHOWN: Final = 20
-TARGET: Final = "job.assign.>"
+TARGET: Final = "job.>"
 
 LOOK_S: Final = 0.5
 

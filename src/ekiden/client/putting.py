@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from ekiden.client.cachebook import CacheBook
     from ekiden.client.core import Core
 
-TARGET: Final = "job.assign.>"
+TARGET: Final = "job.>"
 TIMEOUT_S: Final = 600.0
 
 # Blobs on their way at a time: as many as a connection carries. Each holds a file open or a pack in
