@@ -63,6 +63,10 @@ def put_command(
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Leave when the broker has it; workers go on.")
     ] = False,
+    reread: Annotated[
+        bool,
+        typer.Option("--reread", help="Read all files, also those unchanged by inode and times."),
+    ] = False,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="No progress; failures are told.")
     ] = False,
@@ -97,6 +101,7 @@ def put_command(
                 target,
                 timeout_s=timeout,
                 success_ratio=success_ratio,
+                reread=reread,
                 progress=bar.draw,
                 wait=not no_wait,
             )

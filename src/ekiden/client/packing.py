@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ekiden import limits
+from ekiden.client.hashes import Hashes, now_ns
 from ekiden.errors import BadName, EkidenError, Fault, TooLarge, WrongUsage
 from ekiden.model.caches import CachedFile, Manifest, make_manifest
 from ekiden.model.names import check_file_name
@@ -85,6 +86,10 @@ class Place(NamedTuple):
     pack: str
     size: int
     at: int
+
+
+class Changed(Fault):
+    """A file is not what it was when it was read, or when it was remembered."""
 
 
 class Stop(Exception):
@@ -201,8 +206,9 @@ def _checked(name: str, path: str) -> str:
 # ------------------------------------------------------------------ reading
 
 
-def read_all(sources: list[Source], tally: Tally) -> Contents:
-    """Read and hash every file. Raises a Fault for one that cannot be read, or `Stop`."""
+def read_all(sources: list[Source], tally: Tally, memory: Hashes | None = None) -> Contents:
+    """Read and hash every file, but for those whose hash `memory` has. Raises a Fault for one that
+    cannot be read, or `Stop`."""
     files: list[Read] = []
     large: list[tuple[int, Source, bool]] = []
     kept: dict[str, bytes] = {}
@@ -210,7 +216,13 @@ def read_all(sources: list[Source], tally: Tally) -> Contents:
     part = tally.part()
     for source in sources:
         tally.check()
-        data, executable, size = _read_small(source.origin)
+        known = _remembered(source, memory)
+        if known is not None:
+            files.append(known)
+            tally.total += known.size
+            part[0] += known.size
+            continue
+        data, executable, size = _read_small(source.origin, memory)
         tally.total += size
         if data is None:
             large.append((len(files), source, executable))
@@ -223,14 +235,32 @@ def read_all(sources: list[Source], tally: Tally) -> Contents:
             room -= size
         files.append(Read(source.name, size, blob, executable, source.origin))
     if large:
-        _hash_large(files, large, tally)
+        _hash_large(files, large, tally, memory)
     return Contents(files, kept)
 
 
-def _read_small(origin: str | bytes) -> tuple[bytes | None, bool, int]:
+def _remembered(source: Source, memory: Hashes | None) -> Read | None:
+    """The file, if it need not be read."""
+    if memory is None or isinstance(source.origin, bytes):
+        return None
+    try:
+        facts = os.lstat(source.origin)
+    except OSError:
+        return None  # whoever reads it will say
+    blob = memory.find(source.origin, facts) if stat.S_ISREG(facts.st_mode) else None
+    if blob is None:
+        return None
+    executable = bool(facts.st_mode & 0o111)
+    return Read(source.name, facts.st_size, blob, executable, source.origin)
+
+
+def _read_small(
+    origin: str | bytes, memory: Hashes | None = None
+) -> tuple[bytes | None, bool, int]:
     """Its bytes if it is small, whether it may be executed, and its size."""
     if isinstance(origin, bytes):
         return origin, False, len(origin)
+    began = now_ns()
     try:
         fd = os.open(origin, _FLAGS)
         try:
@@ -252,17 +282,25 @@ def _read_small(origin: str | bytes) -> tuple[bytes | None, bool, int]:
         raise _unreadable(origin, error) from None
     if len(data) != size:
         raise changed(origin)
+    if memory is not None:
+        memory.learn(origin, facts, _sha256(data).hexdigest(), began)
     return data, executable, len(data)
 
 
-def _hash_large(files: list[Read], large: list[tuple[int, Source, bool]], tally: Tally) -> None:
+def _hash_large(
+    files: list[Read], large: list[tuple[int, Source, bool]], tally: Tally, memory: Hashes | None
+) -> None:
+    began = now_ns()
     with ThreadPoolExecutor(HASHERS, thread_name_prefix="ekiden-hash") as pool:
         hashed = pool.map(lambda each: _hash(each[1].origin, tally), large)
-        for (at, _, _), (blob, size) in zip(large, hashed, strict=True):
+        for (at, source, _), (blob, size, facts) in zip(large, hashed, strict=True):
             files[at] = files[at]._replace(blob=blob, size=size)
+            if memory is not None and facts.st_size == size:
+                memory.learn(str(source.origin), facts, blob, began)
 
 
-def _hash(origin: str | bytes, tally: Tally) -> tuple[str, int]:
+def _hash(origin: str | bytes, tally: Tally) -> tuple[str, int, os.stat_result]:
+    """Hash, size, and what the file was like when all of it had been read."""
     if tally.stopped:  # the others end by themselves
         raise Stop
     part, digest, size = tally.part(), _sha256(), 0
@@ -275,10 +313,11 @@ def _hash(origin: str | bytes, tally: Tally) -> tuple[str, int]:
                 part[0] += count
                 size += count
                 tally.check()
+            facts = os.fstat(file.fileno())
     except OSError as error:
         tally.stopped = True
         raise _unreadable(str(origin), error) from None
-    return digest.hexdigest(), size
+    return digest.hexdigest(), size, facts
 
 
 # ------------------------------------------------------------------ packing
@@ -374,9 +413,11 @@ def large_files(files: Iterable[Read]) -> list[Read]:
 # ------------------------------------------------------------------ what can be wrong
 
 
-def changed(what: str) -> EkidenError:
+def changed(what: str) -> Changed:
     """A file is not what it was when it was read."""
-    return Fault(f"{what!r} has changed while it was put", remedy="put it again when it is at rest")
+    return Changed(
+        f"{what!r} has changed while it was put", remedy="put it again when it is at rest"
+    )
 
 
 def _strange(path: str, *, link: bool = False) -> WrongUsage:

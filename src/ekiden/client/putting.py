@@ -29,6 +29,7 @@ from ekiden.client.caches import (
     Progress,
     workers_of,
 )
+from ekiden.client.hashes import Hashes
 from ekiden.client.packing import Contents, Place, Read, Tally
 from ekiden.core.subjects import check_pattern
 from ekiden.errors import (
@@ -87,6 +88,8 @@ class Order(Struct, frozen=True, kw_only=True):
     """For the workers, once the broker has all."""
     success_ratio: float = 1.0
     wait: bool = True
+    reread: bool = False
+    """Read also what has not changed since it was read last."""
 
 
 def check_order(order: Order) -> Order:
@@ -120,6 +123,7 @@ class Putting:
         self._arrived = 0
         """Bytes the broker has, of those to send."""
         self._sent_bytes = 0
+        self._reread = order.reread
         self._workers: list[CacheWorker] = []
 
     async def run(self) -> CacheReport:
@@ -127,7 +131,14 @@ class Putting:
         the broker says."""
         shown = asyncio.create_task(self._show(), name="cache progress")
         try:
-            use, contents, state = await self._put()
+            try:
+                use, contents, state = await self._put()
+            except packing.Changed:
+                if self._reread:
+                    raise
+                # Or it was remembered wrongly: then reading it again helps.
+                self._reread, self._phase, self._tally = True, READING, Tally()
+                use, contents, state = await self._put()
             contents.kept.clear()
             self._phase = REACHING
             await self._reach(_STALE_S if state != "new" else 0.0)
@@ -174,7 +185,10 @@ class Putting:
             return before[0], contents, await self._name(before[0])
 
     def _read(self) -> Contents:
-        return packing.read_all(packing.find_sources(self._order.files), self._tally)
+        memory = Hashes(trusted=not self._reread)
+        contents = packing.read_all(packing.find_sources(self._order.files), self._tally, memory)
+        memory.save()
+        return contents
 
     async def _before(self) -> tuple[CacheUse, Manifest] | None:
         """What lies under the id already, as far as it can be read."""

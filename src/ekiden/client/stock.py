@@ -132,6 +132,7 @@ class Stock(_Jobs):
         *,
         timeout_s: float = TIMEOUT_S,
         success_ratio: float = 1.0,
+        reread: bool = False,
         progress: Progress | None = None,
         wait: bool = True,
     ) -> CacheReport:
@@ -146,11 +147,13 @@ class Stock(_Jobs):
 
         Returns when the workers have it, and raises `CacheIncomplete` if after `timeout_s` it is
         fewer than `success_ratio` of them. With `wait=False` it returns when the broker has it.
+        Files that have not changed since an earlier put, by inode, size and times, are not read
+        again unless `reread` is set.
         `progress` is called in the client's own thread: keep it short, and do not wait in it.
         """
         order = Order(
             cache_id=cache_id, files=files, target=target, timeout_s=timeout_s,
-            success_ratio=success_ratio, wait=wait,
+            success_ratio=success_ratio, wait=wait, reread=reread,
         )  # fmt: skip
         return self._wait_for(self._putting(order, progress))
 
@@ -230,13 +233,14 @@ class AsyncStock(_Jobs):
         *,
         timeout_s: float = TIMEOUT_S,
         success_ratio: float = 1.0,
+        reread: bool = False,
         progress: Progress | None = None,
         wait: bool = True,
     ) -> CacheReport:
         """Bring a set of files to all workers that listen to `target`; see `Client.put_cache`."""
         order = Order(
             cache_id=cache_id, files=files, target=target, timeout_s=timeout_s,
-            success_ratio=success_ratio, wait=wait,
+            success_ratio=success_ratio, wait=wait, reread=reread,
         )  # fmt: skip
         report: CacheReport = await self._core.carry_out(self._putting(order, progress))
         return report

@@ -199,7 +199,7 @@ def test_a_folder_arrives_as_it_is(
     assert report.bytes == len(LARGE) + 2
     assert report.sent_bytes == machine.received
     assert (report.reached, report.of, report.ratio, report.remark) == (1, 1, 1.0, "")
-    assert machine.caches["ds1"]["targets"] == ["job.assign.>"]
+    assert machine.caches["ds1"]["targets"] == ["job.>"]
 
 
 def test_the_same_once_more_sends_nothing(pair: tuple[CacheMachine, ekiden.Client]) -> None:
@@ -297,23 +297,32 @@ def test_who_puts_the_same_at_the_same_time_is_no_conflict(
     assert client.put_cache("ds1", files).state == "same"
 
 
-def test_a_file_that_changes_while_it_is_put_is_refused(
-    pair: tuple[CacheMachine, ekiden.Client], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changes", [1, 2])
+def test_a_file_that_changes_while_it_is_put_is_read_once_more_and_then_refused(
+    pair: tuple[CacheMachine, ekiden.Client],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: int,
 ) -> None:
     machine, client = pair
     folder(tmp_path, large=LARGE)
     read_all = packing.read_all
+    left = [LARGE[::-1], LARGE[1:] + b"!"][:changes]
 
     def read_and_change(*args: Any) -> Any:
         found = read_all(*args)
-        folder(tmp_path, large=LARGE[::-1])
+        if left:
+            folder(tmp_path, large=left.pop(0))
         return found
 
     monkeypatch.setattr(packing, "read_all", read_and_change)
 
+    if changes == 1:
+        client.put_cache("ds1", tmp_path)
+        assert machine.content("ds1") == {"large": LARGE[::-1]}
+        return
     with pytest.raises(errors.Fault, match="'large' has changed"):
         client.put_cache("ds1", tmp_path)
-
     assert machine.caches == {}
 
 
