@@ -1,17 +1,16 @@
-"""For all tests: what a user keeps between runs is not theirs to touch."""
+"""What all tests share: they leave nothing in the home of who runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keys, hashes and the like of clients in this process lie in a folder of this run."""
-    folder = tmp_path_factory.mktemp("state")
+def home_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keys, hashes of files and cached data lie in folders of this run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EKIDEN_STATE", str(folder))
-        yield folder
+        patch.setenv("EKIDEN_STATE", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache-home")))
+        yield

@@ -15,7 +15,7 @@ import ekiden
 from ekiden.bench.noop_worker import SUBJECT
 from ekiden.bench.peers import RESULT
 from ekiden.machine import Log
-from ekiden.worker.machine import Abort, Exit, Run, RunFinished
+from ekiden.worker.machine import Abort, CachesOffered, Exit, Run, RunFinished
 from ekiden.world.loop import Driver, run
 from ekiden.world.network import Network
 
@@ -34,6 +34,7 @@ def enlist(address: str, number: int, patterns: int) -> Driver:
 
     driver.handle(Run, finish)
     driver.handle(Abort, lambda _: None)
+    driver.handle(CachesOffered, lambda _: None)
     driver.handle(Log, lambda _: None)
     driver.handle(Exit, lambda effect: driver.fail(effect.error or RuntimeError(effect.reason)))
     driver.wake()

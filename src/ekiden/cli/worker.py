@@ -98,6 +98,19 @@ def worker(
         Path | None,
         typer.Option("--scratch", metavar="DIR", help="Where jobs have their folders [temporary]."),
     ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", metavar="DIR", help="Where cached data lies [~/.cache/ekiden/N]."),
+    ] = None,
+    cache_max_gb: Annotated[
+        float | None,
+        typer.Option(
+            "--cache-max",
+            min=0.001,
+            metavar="GB",
+            help="Keep no more cached data than this [half of what is free there].",
+        ),
+    ] = None,
     label: Annotated[
         list[str] | None,
         typer.Option("--label", metavar="KEY=VALUE", help="Jobs may ask for it with --needs."),
@@ -151,6 +164,8 @@ def worker(
         env_allow=options.split_list(allow_env),
         sandbox=sandbox,
         scratch=scratch,
+        cache=cache,
+        cache_max_gb=cache_max_gb,
     )
     agent = Worker(
         connect or file.connect or options.ADDRESS_DEFAULT,

@@ -40,6 +40,8 @@ from ekiden.wire.messages import Ack, AckRun, Failure
 from ekiden.worker.machine import (
     STALE,
     Abort,
+    CacheSaid,
+    CachesOffered,
     Drain,
     Dropped,
     Exit,
@@ -134,6 +136,7 @@ class SimWorker(Process):
         self._runs = 0
         self.handlers[Run] = self._run
         self.handlers[Abort] = self._abort
+        self.handlers[CachesOffered] = self._offered
         self.handlers[Exit] = self._exit
 
     def start(self) -> None:
@@ -304,6 +307,10 @@ class SimWorker(Process):
             # Processes take their time to end.
             self.later(3 * MS, "gone", Gone(effect.grant, effect.offsets))
         self._fill()
+
+    def _offered(self, effect: CachesOffered) -> None:
+        for use in effect.caches:
+            self.later(3 * MS, "cache", CacheSaid(use.id, use.manifest, "ok"))
 
     def _exit(self, effect: Exit) -> None:
         if effect.error is not None:

@@ -17,6 +17,7 @@ from typing import Final
 from msgspec import Struct
 
 from ekiden.errors import BadName, EkidenError, WrongUsage
+from ekiden.model.caches import check_cache_id
 from ekiden.model.names import check_file_name, shown
 from ekiden.model.work import FileRef, Program
 from ekiden.worker.launch import Limits
@@ -83,9 +84,11 @@ class Found(Struct, frozen=True):
 class Catalogue:
     """The programs of one worker. Raises WrongUsage for a config that cannot work."""
 
-    def __init__(self, config: ProgramConfig, scratch: str) -> None:
+    def __init__(self, config: ProgramConfig, scratch: str, trees: str = "") -> None:
+        """`trees` is where cached data lies: a sandboxed program may read it, wherever that is."""
         self._config = config
         self._scratch = scratch
+        self._trees = trees
         self._verified: dict[str, tuple[int, ...]] = {}
         self._on_path: dict[str, str] = {}
         self._bwrap = _bwrap_path() if config.sandbox else ""
@@ -170,6 +173,20 @@ class Catalogue:
 
     # -------------------------------------------------------------- surroundings
 
+    def cached(self, file: FileRef) -> str:
+        """Where an input file lies that is one of a cache. Raises CannotStart. Blocks."""
+        try:
+            path = os.path.join(self._trees, check_cache_id(file.cache), check_file_name(file.path))
+        except EkidenError as error:
+            raise CannotStart(str(error)) from error
+        if not self._trees or not os.path.isfile(path):
+            raise CannotStart(
+                f"the input file {shown(file.name)} is not here: the cache {shown(file.cache)} "
+                f"with a file {shown(file.path)} would have it",
+                remedy="name that cache among those of the job",
+            )
+        return path
+
     def env_of(self, program: Program) -> dict[str, str]:
         """The environment of a program, without what differs from job to job."""
         env = dict(self._env)
@@ -199,6 +216,7 @@ class Catalogue:
             *("--proc", "/proc"),
             *("--tmpfs", "/tmp"),
             *(word for hidden in covered for word in ("--tmpfs", hidden)),
+            *(("--ro-bind-try", self._trees, self._trees) if self._trees else ()),
             *("--bind", folder, folder),
             *("--chdir", folder),
             *("--", path, *argv[1:]),

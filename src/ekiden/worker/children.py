@@ -25,9 +25,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+import msgspec
 
 from ekiden.errors import Fault
 from ekiden.machine import Log
@@ -108,12 +110,15 @@ class Children:
         loop: asyncio.AbstractEventLoop | None = None,
         slots: int | None = None,
         limits: Limits = Limits(),  # noqa: B008 - it is frozen
+        env: Mapping[str, str] | None = None,
     ) -> None:
-        """`slots` programs run at once; every child is held to `limits`."""
+        """`slots` programs run at once; every child is held to `limits` and sees `env` beside what
+        its `Launch` says."""
         self.scratch = scratch.absolute()
         self._loop = loop or asyncio.get_running_loop()
         self.slots = slots or os.cpu_count() or 1
         self.limits = limits
+        self._env = dict(env or {})
         self._next = 1
         self._open: dict[int, _Open] = {}
         self._keeper: _Keeper | None = None
@@ -172,6 +177,8 @@ class Children:
         `told` hears `Began` and `Ended`, or `NotStarted`. `sock` goes to the child and is closed
         here.
         """
+        if self._env:
+            launch = msgspec.structs.replace(launch, env={**launch.env, **self._env})
         number = self._next
         self._next += 1
         self._open[number] = _Open(told, is_program=launch.wiring == PROGRAM)

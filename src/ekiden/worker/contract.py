@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from ekiden import errors
 from ekiden.machine import Instant
+from ekiden.model.caches import BlobRef, CacheUse
 from ekiden.model.jobs import GrantNo, Note, Spec
 from ekiden.wire.messages import AssignRun, Failure
 
@@ -34,6 +35,8 @@ class RunFinished(Struct, frozen=True):
     notes: dict[int, Note] = {}
     failures: list[Failure] = []
     ran_ns: int = 0
+    blobs: dict[int, list[BlobRef]] = {}
+    """By offset: what the output refers to in the store."""
 
 
 class Started(Struct, frozen=True):
@@ -69,6 +72,17 @@ class LoadMeasured(Struct, frozen=True):
     """How busy the machine is, in percent."""
 
     percent: int
+
+
+class CacheSaid(Struct, frozen=True):
+    """How it stands with a cache; see `messages.CacheAck`."""
+
+    cache: str
+    manifest: str
+    status: str
+    text: str = ""
+    done: int = 0
+    total: int = 0
 
 
 class Seen(Struct, frozen=True):
@@ -117,6 +131,15 @@ class Look(Struct, frozen=True):
     stderr: int
     limit: int
     spec: Spec
+
+
+class CachesOffered(Struct, frozen=True):
+    """These caches are meant for this worker: have them, and say how it goes (`CacheSaid`). With
+    `whole`, others are of no use any more; with `verify`, read what is there and compare."""
+
+    caches: list[CacheUse]
+    whole: bool = False
+    verify: bool = False
 
 
 class Exit(Struct, frozen=True):

@@ -99,6 +99,12 @@ def write_file(root: str, name: str, data: bytes, *, executable: bool = False) -
         os.close(folder)
 
 
+def link_file(root: str, name: str, target: str) -> None:
+    """Let `name`, which must be new, in `root` lead to a file elsewhere."""
+    place = place_for(root, name)
+    os.symlink(target, place)
+
+
 def finish_file(path: Path, *, executable: bool) -> Stamp:
     """Of a file that somebody else has put there for us."""
     path.chmod(0o700 if executable else 0o600)

@@ -239,7 +239,8 @@ class FunctionExecutor(LaneExecutor):
         else:
             self._storing.pop(attempt, None)
             ref = FileRef("", stored.size, None, stored.blob)
-            self.finish(grant, offset, _encode(ref), Note(form=OUT_STORED))
+            refs = [(stored.blob, stored.size)]
+            self.finish(grant, offset, _encode(ref), Note(form=OUT_STORED), refs)
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)

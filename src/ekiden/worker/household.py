@@ -1,14 +1,19 @@
-"""The child processes of a worker and those who run jobs in them.
+"""The child processes of a worker, those who run jobs in them, and the data these share.
 
-There is a keeper, and a way to the broker's store, only if the worker offers something that needs
-them: one with handlers alone starts no process.
+There is a keeper only if the worker offers something that needs one: a worker with handlers alone
+starts no process.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
+from ekiden.worker import cached
+from ekiden.worker.caches import Caches, claim_folder
 from ekiden.worker.children import Children
 from ekiden.worker.dispatch import Dispatch, Executor
 from ekiden.worker.functions import FunctionExecutor
+from ekiden.worker.gate import Gate
 from ekiden.worker.launch import Limits
 from ekiden.worker.offers import Offers
 from ekiden.worker.programs import ProgramExecutor
@@ -26,21 +31,42 @@ class Household:
         self._driver = driver
         self._store = BrokerStore(driver)
         self._children: Children | None = None
+        claim = partial(claim_folder, offers.cache, offers.cache_bytes)
+        self.caches = Caches(self._store.direct, driver.feed, claim)
+        self.gate = Gate(driver.feed, self.caches)
 
-    async def open(self, handlers: Executor) -> Dispatch:
-        """Start the keeper if one is needed, and say who performs what."""
-        offers, slots, emit = self._offers, self._slots, self._driver.feed
+    async def open(self, handlers: Executor) -> None:
+        """Start the keeper if one is needed. From here on the gate performs; `handlers` were made
+        to tell it."""
+        await self.caches.start()
+        if self.caches.trees:
+            cached.add_folder(self.caches.trees)
+        try:
+            self.gate.open(await self._dispatch(handlers))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _dispatch(self, handlers: Executor) -> Dispatch:
+        offers, slots, emit = self._offers, self._slots, self.gate.heard
         if not offers:
             return Dispatch(emit, handlers)
         bounds = offers.programs.limits if offers.programs is not None else Limits()
+        trees = self.caches.trees
         children = Children(
-            offers.scratch_folder(), loop=self._driver.loop, slots=slots, limits=bounds
+            offers.scratch_folder(),
+            loop=self._driver.loop,
+            slots=slots,
+            limits=bounds,
+            env={cached.ENV_CACHE: trees} if trees else {},
         )
         self._children = children
         await children.start()
         programs = functions = services = None
         if offers.programs is not None:
-            programs = ProgramExecutor(offers.programs, slots, emit, children, self._store)
+            programs = ProgramExecutor(
+                offers.programs, slots, emit, children, self._store, trees=trees
+            )
         if offers.functions:
             functions = FunctionExecutor(slots, emit, children, self._store)
         if offers.services:
@@ -56,6 +82,9 @@ class Household:
 
     def close(self) -> None:
         """End every child."""
+        self.gate.close()
+        self.caches.close()
+        cached.drop_folder(self.caches.trees)
         self._store.close()
         if self._children is not None:
             self._children.close()

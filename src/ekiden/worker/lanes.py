@@ -28,6 +28,7 @@ from typing import Any, Final, TypeAlias
 
 from ekiden.limits import NS
 from ekiden.machine import Instant, Log
+from ekiden.model.caches import BlobRef
 from ekiden.model.jobs import CANNOT_START, HANDLER_ERROR, TIMEOUT, Note
 from ekiden.observe.logs import log_effect
 from ekiden.wire.messages import Failure
@@ -281,9 +282,12 @@ class LaneExecutor(ABC):
         if outputs or some.failures:
             self._emit(RunFinished(batch.grant, offsets, outputs, {}, some.failures, some.ran_ns))
 
-    def finish(self, grant: int, offset: int, output: bytes, note: Note) -> None:
-        """One attempt whose outcome came by another way."""
-        self._emit(RunFinished(grant, [offset], [output], {offset: note}, [], 0))
+    def finish(
+        self, grant: int, offset: int, output: bytes, note: Note, blobs: list[BlobRef]
+    ) -> None:
+        """One attempt whose outcome came by another way, and refers to these."""
+        refs = {offset: blobs}
+        self._emit(RunFinished(grant, [offset], [output], {offset: note}, [], 0, refs))
 
     def fail(self, grant: int, failures: list[Failure], ran_ns: int = 0) -> None:
         """These have failed."""

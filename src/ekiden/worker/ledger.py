@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 
 from ekiden import limits
 from ekiden.machine import Instant
+from ekiden.model.caches import BlobRef
 from ekiden.model.jobs import GrantNo, Note, Spec
 from ekiden.wire.messages import AckRun, AssignRun, Failure
 
@@ -29,6 +30,7 @@ _RUN_BYTES: Final = 64
 _OUTPUT_BYTES: Final = 16
 _NOTE_BYTES: Final = 48
 _FAILURE_BYTES: Final = 96
+_BLOB_BYTES: Final = 80
 
 Attempt: TypeAlias = tuple[GrantNo, int]
 
@@ -111,7 +113,7 @@ class Ledger:
                 if part is not None:
                     again.append(part)
                     known.update(offsets_of(part))
-        parts = [cut(run, span) for span in _spans(o for o in offsets if o not in known)]
+        parts = [cut(run, span) for span in spans(o for o in offsets if o not in known)]
         for part_run in parts:
             first = part_run.first
             self._open(run.grant, range(first, first + len(part_run.ids)), spec)
@@ -159,6 +161,7 @@ class Ledger:
         outputs: list[bytes],
         failures: list[Failure],
         notes: dict[int, Note],
+        blobs: dict[int, list[BlobRef]] | None = None,
     ) -> AckRun | None:
         """The executor's word on attempts. What is no longer open is nobody's business."""
         grant = self.grants.get(number)
@@ -169,6 +172,7 @@ class Ledger:
             kept = [(at, out) for at, out in zip(offsets, outputs, strict=True) if at in still]
             offsets = [at for at, _ in kept]
             outputs = [out for _, out in kept]
+            blobs = {at: some for at, some in (blobs or {}).items() if at in still}
         if failures:
             failures = [failure for failure in failures if failure.offset in still]
         if not offsets and not failures:
@@ -182,7 +186,9 @@ class Ledger:
             and len(offsets) == grant.parts[0][1]
             and (offsets == (plain := range(len(offsets))) or list(offsets) == list(plain))
         )
-        run = AckRun(number, None if whole else list(offsets), outputs, notes, failures)
+        run = AckRun(
+            number, None if whole else list(offsets), outputs, notes, failures, [], blobs or {}
+        )
         self._close(number, grant, offsets)
         if failures:
             self._close(number, grant, [failure.offset for failure in failures])
@@ -290,6 +296,7 @@ def restricted(run: AckRun, offsets: range) -> AckRun | None:
         {at: note for at, note in run.notes.items() if at in offsets},
         [failure for failure in run.failures if failure.offset in offsets],
         [at for at in run.released if at in offsets],
+        {at: some for at, some in run.blobs.items() if at in offsets},
     )
     return part if kept or part.failures or part.released else None
 
@@ -308,7 +315,7 @@ def cut(run: AssignRun, span: range) -> AssignRun:
     )
 
 
-def _spans(offsets: Iterable[int]) -> Iterator[range]:
+def spans(offsets: Iterable[int]) -> Iterator[range]:
     """Ascending offsets as unbroken ranges."""
     start = end = -1
     for offset in offsets:
@@ -342,6 +349,9 @@ def _cost(run: AckRun) -> int:
     size = _RUN_BYTES + sum(map(len, run.outputs)) + _OUTPUT_BYTES * len(run.outputs)
     if run.failures or run.released or run.notes:
         size += _OUTPUT_BYTES * len(run.released) + _NOTE_BYTES * len(run.notes)
+    if run.blobs:
+        size += sum(_BLOB_BYTES * len(some) + _OUTPUT_BYTES for some in run.blobs.values())
+    if run.failures:
         # A character is at most four bytes.
         size += sum(
             _FAILURE_BYTES + 4 * len(failure.message) + len(failure.detail)
@@ -366,7 +376,8 @@ def _slices(run: AckRun, limit: int) -> Iterator[AckRun]:
     ):
         at = offsets[some_out]
         notes = {offset: run.notes[offset] for offset in at if offset in run.notes}
+        blobs = {offset: run.blobs[offset] for offset in at if offset in run.blobs}
         half = AckRun(
-            run.grant, at, run.outputs[some_out], notes, run.failures[some_fail], released
+            run.grant, at, run.outputs[some_out], notes, run.failures[some_fail], released, blobs
         )
         yield from _slices(half, limit)

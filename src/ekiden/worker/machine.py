@@ -37,6 +37,8 @@ from ekiden.worker.contract import (
     RECALL,
     STALE,
     Abort,
+    CacheSaid,
+    CachesOffered,
     Drain,
     Dropped,
     Exit,
@@ -49,6 +51,7 @@ from ekiden.worker.contract import (
     Seen,
     Started,
 )
+from ekiden.worker.credit import STALL_NS, Credit
 from ekiden.worker.ledger import Attempt, Ledger, cut, packed
 
 # The machine and what it is spoken to with, in one import.
@@ -57,6 +60,8 @@ __all__ = [
     "RECALL",
     "STALE",
     "Abort",
+    "CacheSaid",
+    "CachesOffered",
     "Drain",
     "Dropped",
     "Exit",
@@ -70,17 +75,6 @@ __all__ = [
     "Started",
     "WorkerMachine",
 ]
-
-# Credit: enough work at hand for this long, so that a round trip to the broker never idles a slot.
-WORK_AHEAD_NS: Final = 75_000_000
-
-# The most attempts held, however short they are, and about the most bytes of their inputs. Twice as
-# many as 4,096 gained a tenth, four times as many nothing more.
-CREDIT_MAX: Final = 8192
-BYTES_AHEAD: Final = 64 << 20
-
-# Nothing finished for this long while more waits than the slots need: others may do it sooner.
-STALL_NS: Final = limits.NS // 2
 
 # Distinct specs whose decoded form is kept.
 _SPECS_MAX: Final = 1024
@@ -129,13 +123,8 @@ class WorkerMachine:
         """Asked to end, with the cause and its words, and not known to be gone: a broker is told
         that an attempt was cancelled when its processes are no more."""
 
-        self._credit_least = prefetch if prefetch is not None else credit_least or 2 * slots
-        self._credit_most = prefetch if prefetch is not None else max(CREDIT_MAX, 2 * slots)
-        self._credit = self._credit_least
+        self._credit = Credit(slots, prefetch, credit_least)
         self._credit_told = 0
-        self._mean_ns = 0
-        self._mean_bytes = 0
-        """Of inputs: as large as lately, forgotten slowly."""
         self._moved_at: Instant = 0
         """When something last finished or was handed over."""
 
@@ -174,7 +163,7 @@ class WorkerMachine:
     @property
     def credit(self) -> int:
         """The most attempts this worker will hold."""
-        return 0 if self._draining else self._credit
+        return 0 if self._draining else self._credit.now
 
     # -------------------------------------------------------------- events
 
@@ -193,6 +182,8 @@ class WorkerMachine:
                 self._seen(event)
             case ProgressMade():
                 self._progress(event)
+            case CacheSaid():
+                self._of_cache(event)
             case LoadMeasured():
                 self._load = event.percent
             case Drain():
@@ -216,6 +207,9 @@ class WorkerMachine:
                     self._ledger.confirmed(message.upto)
                 case messages.Stop():
                     self._stop(message)
+                case messages.CacheOffer():
+                    offer = CachesOffered(message.caches, message.whole, message.verify)
+                    self._effects.append(offer)
                 case messages.Peek():
                     self._peek(frame.msg_id, message)
                 case messages.Refusal():
@@ -240,8 +234,7 @@ class WorkerMachine:
             text = "this worker cannot read the job's spec: its release may be too old for it"
             self._acks.append(self._ledger.fail(run.grant, offsets, CANNOT_START, text))
             return
-        size = sum(map(len, run.bodies)) // max(count, 1)
-        self._mean_bytes = max(size, (self._mean_bytes * 7 + size) // 8)
+        self._credit.weigh(sum(map(len, run.bodies)) // max(count, 1))
         parts, again = self._ledger.take(run, spec, self._acks)
         self._again += again
         self._moved_at = now
@@ -303,10 +296,10 @@ class WorkerMachine:
     def _run_finished(self, event: RunFinished, now: Instant) -> None:
         count = len(event.outputs) + len(event.failures)
         if count and event.ran_ns > 0:
-            self._sample(event.ran_ns // count)
+            self._credit.sample(event.ran_ns // count)
         self._moved_at = now
         run = self._ledger.finish(
-            event.grant, event.offsets, event.outputs, event.failures, event.notes
+            event.grant, event.offsets, event.outputs, event.failures, event.notes, event.blobs
         )
         if run is not None:
             self._acks.append(run)
@@ -344,7 +337,7 @@ class WorkerMachine:
             if grant is None or offset not in grant.open:
                 continue
             self._running[number, offset] = began
-            self._sample(now - began)
+            self._credit.sample(now - began)
             spec = grant.spec_of(offset)
             if spec is not None and spec.timeout_ns:
                 heappush(self._timeouts, (began + spec.timeout_ns, number, offset))
@@ -365,6 +358,14 @@ class WorkerMachine:
             self._relay.append(
                 encode_frame(messages.Progress(event.grant, event.offset, event.body))
             )
+
+    def _of_cache(self, event: CacheSaid) -> None:
+        # Nothing is kept for later: after each join the broker offers all, and is told of all.
+        if self._link.conn is not None:
+            ack = messages.CacheAck(
+                event.cache, event.manifest, event.status, event.text, event.done, event.total
+            )
+            self._relay.append(encode_frame(ack))
 
     def _peek(self, number: int, peek: messages.Peek) -> None:
         assert self._link.conn is not None
@@ -469,30 +470,13 @@ class WorkerMachine:
 
     # -------------------------------------------------------------- credit
 
-    def _sample(self, run_ns: int) -> None:
-        """Learn from one batch how long runs take: the last few batches count."""
-        self._mean_ns = (self._mean_ns * 7 + run_ns) // 8 if self._mean_ns else run_ns
-        wanted = self._slots * WORK_AHEAD_NS // max(self._mean_ns, 1)
-        wanted = min(wanted, BYTES_AHEAD // max(self._mean_bytes, 1))
-        self._credit = min(max(wanted, self._credit_least), self._credit_most)
-
-    def _news_of_credit(self) -> int | None:
-        """The credit to announce, if it differs enough from what was told."""
-        credit, told = self.credit, self._credit_told
-        if credit * 2 <= told or credit * 2 >= told * 3:
-            return credit if credit != told else None
-        # The extremes are always told: nothing more may follow, so nearly would be for ever.
-        extreme = credit in (0, self._credit_least, self._credit_most)
-        return credit if extreme and credit != told else None
-
     def _relieve(self, now: Instant) -> None:
         """Long runs hold every slot and short ones wait behind them: give the surplus back."""
-        surplus = self._ledger.open_count - self._credit_least
+        surplus = self._ledger.open_count - self._credit.least
         if surplus <= 0 or now - self._moved_at < STALL_NS:
             return
         self._moved_at = now
-        self._credit = self._credit_least
-        self._mean_ns = max(self._mean_ns, STALL_NS)
+        self._credit.stalled()
         for number in reversed(list(self._ledger.grants)):
             offsets = self._ledger.open_of(number, None)[-surplus:]
             surplus -= len(offsets)
@@ -544,8 +528,8 @@ class WorkerMachine:
         for runs in packed(again, limit):
             out.append(encode_frame(messages.Ack(runs), self._next_id))
             self._next_id += 1
-        credit = self._news_of_credit()
-        if credit is not None:
+        credit = self.credit
+        if self._credit.is_news(credit, self._credit_told):
             self._credit_told = credit
             out.append(encode_frame(messages.Credit(credit)))
         if announced or now >= self._beat_at:
@@ -613,6 +597,6 @@ class WorkerMachine:
             deadline = min(deadline, self._beat_at)
         if self._timeouts:
             deadline = min(deadline, self._timeouts[0][0])
-        if self._ledger.open_count > self._credit_least:
+        if self._ledger.open_count > self._credit.least:
             deadline = min(deadline, self._moved_at + STALL_NS)
         return deadline

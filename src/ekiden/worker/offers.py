@@ -36,12 +36,16 @@ ANY_PROGRAM_PATTERN = "job.program.>"
 
 
 class Offers(Struct, frozen=True, kw_only=True):
-    """What one worker offers. `scratch` is where its children have their folders."""
+    """What one worker offers. `scratch` is where its children have their folders, `cache` where
+    cached data lies [see `caches.claim_folder`], up to `cache_bytes` of it [half of what is free
+    on that disk]."""
 
     programs: ProgramConfig | None = None
     functions: bool = False
     services: tuple[ServiceConfig, ...] = ()
     scratch: Path | None = None
+    cache: Path | None = None
+    cache_bytes: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.programs or self.functions or self.services)
@@ -118,6 +122,8 @@ class WorkerFile(Struct, forbid_unknown_fields=True):
     allow_any_program: bool = False
     sandbox: str = ""
     scratch: str = ""
+    cache: str = ""
+    cache_max_gb: float = 0
     env_pass: list[str] = []
     env_allow: list[str] = []
     stdout_max_mb: int = ProgramConfig().stdout_max >> 20
@@ -157,6 +163,8 @@ def make_offers(
     env_allow: Iterable[str] = (),
     sandbox: str = "",
     scratch: Path | None = None,
+    cache: Path | None = None,
+    cache_max_gb: float | None = None,
 ) -> Offers:
     """What the file and the command line say together."""
     executables = {name: _executable(name, each) for name, each in file.exec.items()}
@@ -188,6 +196,8 @@ def make_offers(
         functions=functions or file.functions,
         services=tuple(offered.values()),
         scratch=scratch or (Path(file.scratch) if file.scratch else None),
+        cache=cache or (Path(file.cache) if file.cache else None),
+        cache_bytes=int((cache_max_gb or file.cache_max_gb) * (1 << 30)) or None,
     )
 
 

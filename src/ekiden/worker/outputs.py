@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from ekiden import limits
+from ekiden.machine import Log
+from ekiden.model.caches import BlobRef
+from ekiden.model.work import ProgramOutput
+from ekiden.observe.logs import log_effect
 from ekiden.worker import folders
 from ekiden.worker.launch import Ended
 from ekiden.worker.verdicts import tail_of, told
+
+# What naming a blob beside a result takes: it shares the frame with the result.
+REF_BYTES: Final = 80
 
 
 class Piece:
@@ -73,8 +83,28 @@ def _kept(captured: bytes | None, path: str, limit: int) -> bytes:
     return folders.ends_of(captured, limit)
 
 
+def refs_of(output: ProgramOutput) -> list[BlobRef]:
+    """What of it lies in the store."""
+    files = (output.stdout, output.stderr, *output.files)
+    return [(file.blob, file.size) for file in files if file.data is None]
+
+
 def told_from_files(sentence: str, ended: Ended) -> str:
     """`sentence` with the tail of what the program said, which may lie in its files. Blocks."""
     stdout = ended.stdout if ended.stdout is not None else tail_of(ended.out)
     stderr = ended.stderr if ended.stderr is not None else tail_of(ended.err)
     return told(sentence, stderr, stdout)
+
+
+def clear(folder: str, ended: Ended | None) -> None:
+    """Remove everything an attempt has left on the disk: in `folder`, which we have made, if we
+    have, and where it ended. Blocks."""
+    for left in {folder, ended.folder if ended is not None else ""} - {""}:
+        if not folders.wipe(left):
+            log_effect(Log("warning", "scratch.stuck", {"folder": left}))
+    paths = [folder + ".in"] if folder else []
+    paths += [ended.out, ended.err] if ended is not None else []
+    for path in paths:
+        if path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)

@@ -11,7 +11,6 @@ the rest waits here, where it is easily given back.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import time
@@ -27,7 +26,8 @@ from msgspec import Struct
 
 from ekiden import limits
 from ekiden.errors import BadName, EkidenError, TooLarge
-from ekiden.machine import Instant, Log
+from ekiden.machine import Instant
+from ekiden.model.caches import BlobRef
 from ekiden.model.jobs import (
     CANNOT_START,
     EXIT_CODE,
@@ -39,7 +39,6 @@ from ekiden.model.jobs import (
 )
 from ekiden.model.names import shown
 from ekiden.model.work import FileRef, Program, ProgramCall, ProgramOutput
-from ekiden.observe.logs import log_effect
 from ekiden.wire.messages import Failure
 from ekiden.worker import folders
 from ekiden.worker.catalogue import (
@@ -55,7 +54,7 @@ from ekiden.worker.folders import MissingOutput, Stamp
 from ekiden.worker.launch import Limits
 from ekiden.worker.ledger import Attempt
 from ekiden.worker.machine import RECALL, STALE, Abort, Dropped, Gone, Run, RunFinished, Started
-from ekiden.worker.outputs import Piece, pieces_of, told_from_files
+from ekiden.worker.outputs import REF_BYTES, Piece, clear, pieces_of, refs_of, told_from_files
 from ekiden.worker.shelf import Shelf
 from ekiden.worker.store import Store
 from ekiden.worker.verdicts import note_of, told, trouble_of
@@ -140,10 +139,13 @@ class ProgramExecutor:
         children: Children,
         store: Store,
         loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        trees: str = "",
     ) -> None:
-        """Raises WrongUsage for a config that cannot work, a missing sandbox above all."""
+        """`trees` is the folder of cached data. Raises WrongUsage for a config that cannot work, a
+        missing sandbox above all."""
         self._config = config
-        self._catalogue = Catalogue(config, str(children.scratch))
+        self._catalogue = Catalogue(config, str(children.scratch), trees)
         self._emit = emit
         self._children = children
         self._store = store
@@ -162,6 +164,8 @@ class ProgramExecutor:
         self._gathering = 0
         self._folder_no = 0
         self._done: dict[int, list[tuple[int, bytes | None, Note | None, Failure | None, int]]] = {}
+        self._blobs: dict[int, dict[int, list[BlobRef]]] = {}
+        """What those refer to in the store, by offset."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="program-files")
         self._tasks: set[asyncio.Task[None]] = set()
         self._shelf = Shelf(store, self._in_thread)
@@ -332,13 +336,15 @@ class ProgramExecutor:
             folder = attempt.folder = f"{self._children.folder}/a{self._folder_no}"
             await self._in_thread(self._lay_out, attempt, found, files)
             for file in files:
-                if file.data is None and not attempt.abort:
+                if file.data is None and not file.cache and not attempt.abort:
                     target = await self._in_thread(folders.place_for, folder, file.name)
                     await self._fetch(attempt, file, target)
                     stamp = partial(folders.finish_file, executable=found.runs(file))
                     attempt.stamps[file.name] = await self._in_thread(stamp, target)
             stdin_file = ""
-            if stdin is not None and stdin.data is None and not attempt.abort:
+            if stdin is not None and stdin.cache:
+                stdin_file = await self._in_thread(self._catalogue.cached, stdin)
+            elif stdin is not None and stdin.data is None and not attempt.abort:
                 stdin_file = folder + ".in"
                 await self._fetch(attempt, stdin, Path(stdin_file))
         except asyncio.CancelledError:
@@ -348,11 +354,11 @@ class ProgramExecutor:
             if self._is_home(attempt.folder):
                 self._fail(attempt, CANNOT_START, _unprepared(error))
         if attempt.abort or self._open.get((attempt.grant, attempt.offset)) is not attempt:
-            await self._in_thread(_clear, attempt, None)
+            await self._in_thread(clear, attempt.folder, None)
             self._release()
         elif not self._is_home(attempt.folder):
             # The keeper died, and what was laid out went with it: once more, for the next one.
-            await self._in_thread(_clear, attempt, None)
+            await self._in_thread(clear, attempt.folder, None)
             attempt.folder, attempt.stamps = "", {}
             self._waiting.appendleft(attempt)
             self._release()
@@ -368,11 +374,13 @@ class ProgramExecutor:
         self._catalogue.verify(found)
         for file in files:
             # It becomes part of a path.
-            if file.data is None and _BLOB.fullmatch(file.blob) is None:
+            if file.data is None and not file.cache and _BLOB.fullmatch(file.blob) is None:
                 raise CannotStart(f"the input file {shown(file.name)} has no content")
         folders.make_folder(attempt.folder)
         for file in files:
-            if file.data is not None:
+            if file.cache:
+                folders.link_file(attempt.folder, file.name, self._catalogue.cached(file))
+            elif file.data is not None:
                 attempt.stamps[file.name] = folders.write_file(
                     attempt.folder, file.name, file.data, executable=found.runs(file)
                 )
@@ -416,7 +424,7 @@ class ProgramExecutor:
 
     def _never_began(self, attempt: _Attempt, report: NotStarted) -> None:
         if attempt.folder:
-            self._go(self._in_thread(_clear, attempt, None))
+            self._go(self._in_thread(clear, attempt.folder, None))
         if attempt.abort:
             self._answer_gone(attempt)
         elif report.why in ("recalled", "lost"):
@@ -435,7 +443,7 @@ class ProgramExecutor:
         if attempt.abort:
             self._answer_gone(attempt)
             if not simple or attempt.folder:
-                self._go(self._in_thread(_clear, attempt, ended))
+                self._go(self._in_thread(clear, attempt.folder, ended))
         elif simple and not attempt.folder and not attempt.plan.program.outputs:
             self._judge(attempt, ended)
         else:
@@ -488,7 +496,7 @@ class ProgramExecutor:
             self._fail(attempt, cause, text, ended)
         finally:
             if not cleared and not self._closed:
-                await self._in_thread(_clear, attempt, ended)
+                await self._in_thread(clear, attempt.folder, ended)
             self._gathering -= 1
             self._feed()
 
@@ -513,7 +521,7 @@ class ProgramExecutor:
             trouble = trouble[0], told_from_files(trouble[1], ended)
         if not all(piece.inline for piece in pieces):
             return trouble, pieces, False
-        _clear(attempt, ended)
+        clear(attempt.folder, ended)
         return trouble, pieces, True
 
     async def _ref_of(self, attempt: _Attempt, piece: Piece) -> FileRef:
@@ -528,12 +536,16 @@ class ProgramExecutor:
 
     def _succeed(self, attempt: _Attempt, output: ProgramOutput, ended: Ended) -> None:
         body = _encode(output)
-        if len(body) > limits.PAYLOAD_BYTES_MAX:
-            text = f"the list of its output files takes {len(body):,} bytes; pack them into one"
+        refs = refs_of(output)
+        size = len(body) + REF_BYTES * len(refs)
+        if size > limits.PAYLOAD_BYTES_MAX:
+            text = f"the list of its output files takes {size:,} bytes; pack them into one"
             self._fail(attempt, RESULT_TOO_LARGE, text, ended)
             return
         if self._settled(attempt):
             self._report(attempt, body, note_of(ended), None, ended.ran_ns)
+            if refs:
+                self._blobs.setdefault(attempt.grant, {})[attempt.offset] = refs
 
     def _fail(
         self, attempt: _Attempt, cause: str, message: str, ended: Ended | None = None
@@ -567,6 +579,7 @@ class ProgramExecutor:
 
     def _flush(self) -> None:
         done, self._done = self._done, {}
+        blobs, self._blobs = self._blobs, {}
         if self._closed:
             return
         for grant, outcomes in done.items():
@@ -579,6 +592,7 @@ class ProgramExecutor:
                     {outcome[0]: outcome[2] for outcome in good if outcome[2] is not None},
                     [outcome[3] for outcome in outcomes if outcome[3] is not None],
                     sum(outcome[4] for outcome in outcomes),
+                    blobs.get(grant, {}),
                 )
             )
 
@@ -614,20 +628,6 @@ class ProgramExecutor:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
-
-
-def _clear(attempt: _Attempt, ended: Ended | None) -> None:
-    """Remove everything an attempt has left on the disk."""
-    left = {attempt.folder, ended.folder if ended is not None else ""} - {""}
-    for folder in left:
-        if not folders.wipe(folder):
-            log_effect(Log("warning", "scratch.stuck", {"folder": folder}))
-    paths = [attempt.folder + ".in"] if attempt.folder else []
-    paths += [ended.out, ended.err] if ended is not None else []
-    for path in paths:
-        if path:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
 
 def _unprepared(error: Exception) -> str:

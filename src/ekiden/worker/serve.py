@@ -33,7 +33,16 @@ from ekiden.worker import hardware
 from ekiden.worker.executors import HandlerExecutor
 from ekiden.worker.handlers import Handlers, Job
 from ekiden.worker.household import Household
-from ekiden.worker.machine import Abort, Drain, Exit, LoadMeasured, Look, Run, WorkerMachine
+from ekiden.worker.machine import (
+    Abort,
+    CachesOffered,
+    Drain,
+    Exit,
+    LoadMeasured,
+    Look,
+    Run,
+    WorkerMachine,
+)
 from ekiden.worker.offers import Offers
 from ekiden.world.addresses import split_addresses
 from ekiden.world.keys import find_key
@@ -91,7 +100,7 @@ class Worker:
         check_party(self.worker_id, "worker")
         self.labels = _checked_labels(labels or {})
         self.handlers = Handlers()
-        self.offers = offers or Offers()
+        self.offers = Offers() if offers is None else offers  # one with nothing in it is false
         self._subjects = [check_pattern(subject) for subject in subjects or []]
         self._key = key
         self._key_file = key_file
@@ -321,14 +330,16 @@ class _Engine:
         worker = self._worker
         driver = Driver(worker.machine())
         network = Network(driver)
-        handlers = HandlerExecutor(
-            worker.handlers, worker.slots, driver.feed, handler_loop=self._handler_loop
-        )
         household = Household(worker.offers, worker.slots, driver)
-        executor = await household.open(handlers)
-        driver.handle(Run, executor.run)
-        driver.handle(Abort, executor.abort)
-        driver.handle(Look, executor.look)
+        gate = household.gate
+        handlers = HandlerExecutor(
+            worker.handlers, worker.slots, gate.heard, handler_loop=self._handler_loop
+        )
+        await household.open(handlers)
+        driver.handle(Run, gate.run)
+        driver.handle(Abort, gate.abort)
+        driver.handle(Look, gate.look)
+        driver.handle(CachesOffered, household.caches.offered)
         driver.handle(Log, self._note)
         driver.handle(Exit, lambda effect: self._exit(driver, effect))
         self._driver = driver
@@ -338,7 +349,6 @@ class _Engine:
         try:
             await driver.wait_ended()
         finally:
-            executor.close()
             household.close()
             await network.wait_closed()
 

@@ -39,6 +39,11 @@ class BrokerStore:
         """Least lately used first."""
         self._remembered_bytes = 0
 
+    @property
+    def direct(self) -> Store:
+        """The same store; nothing that is read there is remembered."""
+        return self._porter
+
     async def put(self, source: Path | bytes) -> Stored:
         """See `Store`."""
         return await self._porter.put(source)

@@ -14,6 +14,7 @@ import cloudpickle
 import msgspec
 
 from ekiden.errors import UnknownBlob
+from ekiden.model.caches import BlobRef
 from ekiden.model.jobs import FORM_FUNCTION, Route, Spec
 from ekiden.model.work import Function
 from ekiden.wire.messages import AssignRun, Failure
@@ -94,6 +95,11 @@ class LaneBench:
                 assert (event.grant, at) not in found, "told twice"
                 found[event.grant, at] = output
         return found
+
+    @property
+    def blobs(self) -> dict[tuple[int, int], list[BlobRef]]:
+        events = self.said(RunFinished)
+        return {(event.grant, at): refs for event in events for at, refs in event.blobs.items()}
 
     @property
     def failures(self) -> dict[tuple[int, int], Failure]:

@@ -47,6 +47,14 @@ async def test_a_program_is_told_with_its_output_and_leaves_no_file(tmp_path: Pa
 
 
 @on_a_loop
+async def test_what_all_children_shall_know_is_in_their_environment(tmp_path: Path) -> None:
+    async with nursery(tmp_path, env={"EKIDEN_CACHE": "/c"}) as it:
+        number = it.sh("echo $EKIDEN_CACHE $OTHER", env={"OTHER": "o", "EKIDEN_CACHE": "mine"})
+
+        assert (await it.ended(number)).stdout == b"/c o\n"
+
+
+@on_a_loop
 async def test_a_signal_is_told_apart_from_an_exit_code(tmp_path: Path) -> None:
     async with nursery(tmp_path) as it:
         number = it.sh("kill -SEGV $$")

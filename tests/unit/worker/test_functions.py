@@ -157,6 +157,7 @@ def test_a_large_result_goes_by_way_of_the_store(tmp_path: Path) -> None:
             assert it.notes[1, 0].form == OUT_STORED
             assert pickle.loads(it.store.blobs[ref.blob]) == b"x" * size
             assert ref.size == len(it.store.blobs[ref.blob])
+            assert it.blobs == {(1, 0): [(ref.blob, ref.size)]}
             assert pickle.loads(it.outputs[1, 1]) == b"xx"
 
     drive(scenario)

@@ -27,6 +27,7 @@ def ack_runs(draw: st.DrawFn) -> AckRun:
         {at: Note(ran_ns=1 << 60) for at in outputs if draw(st.booleans())},
         [Failure(at, "handler_error", "é" * size) for at, kind in enumerate(split) if kind == "f"],
         [at for at, kind in enumerate(split) if kind == "r"],
+        {at: [("0" * 64, size)] * draw(st.integers(1, 3)) for at in outputs if draw(st.booleans())},
     )
 
 
@@ -36,7 +37,8 @@ def said(runs: list[AckRun]) -> list[tuple[object, ...]]:
     for run in runs:
         plain = range(len(run.outputs)) if run.offsets is None else run.offsets
         for at, output in zip(plain, run.outputs, strict=True):
-            found.append((run.grant, at, "output", output, run.notes.get(at)))
+            about = (run.notes.get(at), tuple(run.blobs.get(at, ())))
+            found.append((run.grant, at, "output", output, about))
         found += [(run.grant, f.offset, "failure", f.message, None) for f in run.failures]
         found += [(run.grant, at, "released", "", None) for at in run.released]
     return sorted(found, key=repr)

@@ -11,6 +11,7 @@ from tests.unit.worker.conversation import MS, Conversation, an_assign, joined
 from ekiden import limits
 from ekiden.limits import NS
 from ekiden.machine import Close, Dial, Disconnected, Log
+from ekiden.model.caches import CacheUse
 from ekiden.model.jobs import Note, Route, Spec
 from ekiden.wire.messages import (
     Ack,
@@ -20,6 +21,8 @@ from ekiden.wire.messages import (
     AssignRun,
     Beat,
     Bye,
+    CacheAck,
+    CacheOffer,
     Credit,
     Failure,
     Join,
@@ -29,11 +32,12 @@ from ekiden.wire.messages import (
     Refusal,
     Stop,
 )
+from ekiden.worker.credit import CREDIT_MAX, STALL_NS
 from ekiden.worker.ledger import MEMORY_ATTEMPTS, MEMORY_NS
 from ekiden.worker.machine import (
-    CREDIT_MAX,
-    STALL_NS,
     Abort,
+    CacheSaid,
+    CachesOffered,
     Drain,
     Dropped,
     Exit,
@@ -722,3 +726,64 @@ def test_a_refusal_after_the_welcome_is_logged() -> None:
     effects = talk.turn_with_logs(talk.frames(Refusal("not_allowed", "no", "")))
 
     assert effects == [Log("warning", "worker.refused", {"code": "not_allowed", "text": "no"})]
+
+
+# ------------------------------------------------------------------ caches
+
+
+def test_offered_caches_are_for_the_world_and_its_word_goes_to_the_broker() -> None:
+    talk = joined()
+    talk.hear(Beat())
+    use = CacheUse("d1", "0" * 64, 100)
+
+    assert talk.hear(CacheOffer([use], True)) == [CachesOffered([use], True, False)]
+    assert talk.hear(CacheOffer([use], False, True)) == [CachesOffered([use], False, True)]
+    effects = talk.turn(
+        CacheSaid("d1", use.manifest, "fetching", "", 5, 10), CacheSaid("d1", use.manifest, "ok")
+    )
+
+    assert effects == [
+        talk.said(
+            CacheAck("d1", use.manifest, "fetching", "", 5, 10), CacheAck("d1", use.manifest, "ok")
+        )
+    ]
+
+
+def test_what_is_said_of_a_cache_while_nobody_listens_is_not_kept() -> None:
+    talk = joined()
+    talk.hear(Beat())
+    talk.turn(Disconnected(talk.conn, "reset"))
+
+    assert talk.turn(CacheSaid("d1", "0" * 64, "ok")) == []
+    talk.now = talk.machine.next_deadline() or 0
+    assert talk.connect() == [talk.said(a_join(), Beat())]
+
+
+def test_an_outcome_says_which_blobs_it_refers_to_and_again_after_a_break() -> None:
+    talk = joined()
+    talk.hear(Beat())
+    run = an_assign(1, 2)
+    talk.hear(Assign([run]))
+    blobs = {1: [("0" * 64, 9)]}
+
+    effects = talk.turn(finished(run, blobs=blobs))
+
+    ack = AckRun(1, None, run.bodies, {}, [], [], blobs)
+    assert effects == [talk.said((1, Ack([ack])))]
+    talk.turn(Disconnected(talk.conn, "reset"))
+    talk.now = talk.machine.next_deadline() or 0
+    (said,) = talk.connect()
+    assert [message for _, message in said.frames if isinstance(message, Ack)] == [Ack([ack])]
+
+
+def test_blobs_of_an_attempt_that_nobody_waits_for_are_not_told() -> None:
+    talk = joined()
+    talk.hear(Beat())
+    run = an_assign(1, 2)
+    talk.hear(Assign([run]))
+    talk.hear(Stop(1, [0], "stale"))
+
+    effects = talk.turn(finished(run, blobs={0: [("0" * 64, 9)], 1: [("1" * 64, 8)]}))
+
+    ack = AckRun(1, [1], run.bodies[1:], {}, [], [], {1: [("1" * 64, 8)]})
+    assert effects == [talk.said((1, Ack([ack])))]

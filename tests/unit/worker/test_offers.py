@@ -46,6 +46,8 @@ def test_the_file_and_the_command_line_count_together(tmp_path: Path) -> None:
         env_allow = ["DAY"]
         stdout_max_mb = 1
         sandbox = "bwrap"
+        cache = "/data/c"
+        cache_max_gb = 0.5
         exec.pricer = "/bin/sh"
         exec.solver = { path = "/bin/ls", sha256 = "AB12" }
         limits.file_mb = 5
@@ -69,6 +71,9 @@ def test_the_file_and_the_command_line_count_together(tmp_path: Path) -> None:
     assert offers.programs.env_allow == ("DAY", "NIGHT")
     assert (offers.programs.stdout_max, offers.programs.sandbox) == (1 << 20, "bwrap")
     assert offers.programs.limits == Limits(file_bytes=5 << 20)
+    assert (offers.cache, offers.cache_bytes) == (Path("/data/c"), 1 << 29)
+    given = make_offers(file, cache=Path("/mine"), cache_max_gb=2)
+    assert (given.cache, given.cache_bytes) == (Path("/mine"), 2 << 30)
     (service,) = offers.services
     assert (service.argv, service.health, service.recycle_jobs) == (
         ["/bin/echo", "a b"], '{"ping": 1}', 7,
