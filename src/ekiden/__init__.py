@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ekiden.client.futures import JobFuture
     from ekiden.client.options import JobOptions
     from ekiden.client.results import JobResult
+    from ekiden.worker.cached import cache_folder
     from ekiden.worker.handlers import Job
     from ekiden.worker.runner import CurrentJob, current_job
     from ekiden.worker.serve import Worker
@@ -45,6 +46,7 @@ _HOMES = {
     "Message": "ekiden.client.core",
     "RemoteTraceback": "ekiden.client.functions",
     "Worker": "ekiden.worker.serve",
+    "cache_folder": "ekiden.worker.cached",
     "current_job": "ekiden.worker.runner",
 }
 
@@ -68,6 +70,7 @@ __all__ = [
     "Message",
     "RemoteTraceback",
     "Worker",
+    "cache_folder",
     "current_job",
     "errors",
 ]

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.processes import EKIDEN, Child, Site, until, wait_workers
 
 import ekiden
-from ekiden.errors import CacheIncomplete, CacheInUse, Conflict, UnknownCache
+from ekiden.errors import CacheIncomplete, Conflict, UnknownCache, UnknownJob
 from ekiden.limits import NS
 
 MB = 1 << 20
@@ -53,11 +53,12 @@ def statuses(client: ekiden.Client, cache_id: str) -> dict[str, str]:
     return {word["id"]: word["status"] for word in client.cache(cache_id)["workers"]}
 
 
-def cat(client: ekiden.Client, name: str, cache: str, **options: Any) -> bytes:
+def cat(client: ekiden.Client, name: str, cache: str) -> bytes:
     """The file of a cache as a job finds it."""
-    line = f'cat "$EKIDEN_CACHE/{cache}/{name}"'
-    future = client.submit_program("sh", ["-c", line], any_program=True, caches=[cache], **options)
-    return future.result(60).stdout
+    line = f'cat "$EKIDEN_CACHE/{cache}/{name}" > copy'
+    future = client.submit_program("sh", ["-c", line], any_program=True, caches=[cache])
+    data: bytes = future.result(60).files["copy"].read()
+    return data
 
 
 def found_in(folder: Path, name: str) -> Path:
@@ -78,7 +79,7 @@ def test_a_put_reaches_all_but_a_killed_worker_and_a_full_disk_and_is_finished_b
     workers = {name: start_worker(site, name) for name in ("w1", "w2", "w3")}
     workers["full"] = start_worker(site, "full", prefix=tiny)
     wait_workers(client, 4)
-    source = folder_of(site.folder / "data", a_bin=noise(96 * MB), b_bin=noise(3 * MB, 2))
+    source = folder_of(site.folder / "source", a_bin=noise(96 * MB), b_bin=noise(3 * MB, 2))
 
     putting = threading.Thread(target=lambda: put_in_part(client, source))
     putting.start()
@@ -88,6 +89,7 @@ def test_a_put_reaches_all_but_a_killed_worker_and_a_full_disk_and_is_finished_b
     after = statuses(client, "day")
     workers["full"].kill()
     workers |= {name: start_worker(site, name) for name in ("w1", "full")}
+    wait_workers(client, 4)
     report = client.put_cache("day", source, timeout_s=60)
 
     assert {name: after[name] for name in ("w2", "w3", "full")} == {
@@ -151,7 +153,7 @@ def test_two_clients_that_put_the_same_content_at_once_have_put_one_cache(site: 
     clients = [site.client("ann"), site.client("bob")]
     start_worker(site, "w1")
     wait_workers(clients[0])
-    source = folder_of(site.folder / "data", a_bin=noise(5 * MB), b_txt=b"small", c_txt=b"")
+    source = folder_of(site.folder / "source", a_bin=noise(5 * MB), b_txt=b"small", c_txt=b"")
     reports: list[Any] = []
     threads = [
         threading.Thread(target=lambda c=client: reports.append(c.put_cache("day", source)))
@@ -172,7 +174,7 @@ def test_what_has_not_changed_is_neither_sent_nor_stored_again(site: Site) -> No
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    source = folder_of(site.folder / "data", a_bin=noise(20 * MB), b_txt=b"old")
+    source = folder_of(site.folder / "source", a_bin=noise(20 * MB), b_txt=b"old")
     for n in range(200):
         (source / f"small{n}").write_bytes(noise(1000, n))
     client.put_cache("day1", source)
@@ -202,7 +204,7 @@ def disk_of(folder: Path) -> int:
 def test_whoever_joins_late_or_comes_back_has_the_data_without_anybody_asking(site: Site) -> None:
     site.start_broker(config=BROKER)
     client = site.client()
-    source = folder_of(site.folder / "data", a_bin=noise(MB))
+    source = folder_of(site.folder / "source", a_bin=noise(MB))
     report = client.put_cache("day", source)
     early = start_worker(site, "w1")
     until(lambda: statuses(client, "day") == {"w1": "ok"}, "the late worker")
@@ -220,7 +222,7 @@ def test_a_broker_that_is_killed_in_mid_upload_leaves_nothing_half_done(site: Si
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    source = folder_of(site.folder / "data", a_bin=noise(150 * MB))
+    source = folder_of(site.folder / "source", a_bin=noise(150 * MB))
     reports: list[Any] = []
     putting = threading.Thread(target=lambda: reports.append(client.put_cache("day", source)))
 
@@ -252,7 +254,7 @@ def test_data_that_a_job_reads_is_not_evicted_under_it(site: Site) -> None:
     go = site.folder / "go"
     line = f'while [ ! -e {go} ]; do sleep 0.02; done; cat "$EKIDEN_CACHE/one/a.bin" | wc -c'
     reading = client.submit_program("sh", ["-c", line], any_program=True, caches=["one"])
-    until(lambda: client.job(reading.job_id)["state"] == "running", "the job to run")
+    until(lambda: state_of(client, reading.job_id) == "running", "the job to run")
 
     with contextlib.suppress(CacheIncomplete):
         client.put_cache("two", folder_of(site.folder / "two", a_bin=noise(20 * MB, 2)),
@@ -272,29 +274,25 @@ def test_a_cache_in_use_is_not_removed_and_one_that_is_not_leaves_the_disks(site
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    client.put_cache("day", folder_of(site.folder / "data", a_bin=noise(MB)))
+    client.put_cache("day", folder_of(site.folder / "source", a_bin=noise(MB)))
     waiting = client.submit("nobody", subject="no.one", caches=["day"])
-    until(lambda: waiting.accepted.done() if hasattr(waiting.accepted, "done") else True, "accept")
-    wait_accepted(client, waiting)
+    until(lambda: state_of(client, waiting.job_id) == "queued", "the job to wait")
 
-    with pytest.raises(CacheInUse, match="day"):
-        client.remove_cache("day")
+    in_use = client.remove_cache("day", "none")
     waiting.cancel()
-    client.remove_cache("day")
+    removed = client.remove_cache("day")
 
+    assert in_use == {"removed": [], "in_use": ["day"], "unknown": ["none"]}
+    assert removed == {"removed": ["day"], "in_use": [], "unknown": []}
     with pytest.raises(UnknownCache):
         client.cache("day")
     until(lambda: not list(tree(site, "w1").rglob("a.bin")), "the tree to be removed")
 
 
-def wait_accepted(client: ekiden.Client, future: Any) -> None:
-    until(lambda: known_job(client, future.job_id), "the job to be known")
-
-
-def known_job(client: ekiden.Client, job_id: str) -> bool:
-    with contextlib.suppress(ekiden.errors.UnknownJob):
-        return bool(client.job(job_id))
-    return False
+def state_of(client: ekiden.Client, job_id: str) -> str:
+    with contextlib.suppress(UnknownJob):
+        return str(client.job(job_id)["state"])
+    return ""
 
 
 # ------------------------------------------------------------------ damage
@@ -307,7 +305,7 @@ def test_damage_on_a_worker_is_found_before_a_job_reads_it(site: Site, how: str)
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    client.put_cache("day", folder_of(site.folder / "data", a_bin=noise(MB), b_txt=b"small"))
+    client.put_cache("day", folder_of(site.folder / "source", a_bin=noise(MB), b_txt=b"small"))
     path = found_in(tree(site, "w1"), "a.bin")
 
     damage(path, how)
@@ -338,7 +336,7 @@ def test_rot_that_changes_no_time_is_found_by_verify_and_repaired(site: Site) ->
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    client.put_cache("day", folder_of(site.folder / "data", a_bin=noise(MB)))
+    client.put_cache("day", folder_of(site.folder / "source", a_bin=noise(MB)))
 
     client.verify_cache("day")
     until(lambda: statuses(client, "day") == {"w1": "skipped"}, "sound data to be found so")
@@ -355,7 +353,7 @@ def test_damage_in_the_store_is_found_by_who_reads_it_and_mended_by_putting_agai
 ) -> None:
     site.start_broker(config=BROKER)
     client = site.client()
-    source = folder_of(site.folder / "data", a_bin=noise(MB))
+    source = folder_of(site.folder / "source", a_bin=noise(MB))
     client.put_cache("day", source)
     (blob,) = [
         p for p in (site.data / "blobs").rglob("*") if p.is_file() and p.stat().st_size == MB
@@ -377,7 +375,7 @@ def test_a_job_that_writes_to_its_data_does_not_poison_the_next(site: Site) -> N
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    client.put_cache("day", folder_of(site.folder / "data", a_txt=b"as it should be"))
+    client.put_cache("day", folder_of(site.folder / "source", a_txt=b"as it should be"))
     poison = 'cd "$EKIDEN_CACHE/day" && chmod 700 . && chmod 600 a.txt && echo poison > a.txt'
 
     client.submit_program("sh", ["-c", poison], any_program=True, caches=["day"]).result(60)
@@ -396,7 +394,7 @@ def test_a_job_is_placed_where_its_data_is_and_elsewhere_when_that_is_busy(site:
     start_worker(site, "far")
     wait_workers(client, 2)
     client.put_cache(
-        "day", folder_of(site.folder / "data", a_txt=b"data"), target="job.assign.near"
+        "day", folder_of(site.folder / "source", a_txt=b"data"), target="job.assign.near"
     )
 
     options: dict[str, Any] = {"any_program": True, "caches": ["day"]}
@@ -415,7 +413,7 @@ def test_a_file_of_a_cache_lies_in_the_folder_of_the_job_under_the_name_it_asked
     client = site.client()
     start_worker(site, "w1")
     wait_workers(client)
-    client.put_cache("day", folder_of(site.folder / "data", a_txt=b"of the cache"))
+    client.put_cache("day", folder_of(site.folder / "source", a_txt=b"of the cache"))
     files: dict[str, Any] = {"in/curve": ekiden.CacheFile("day", "a.txt"), "own": b" and its own"}
 
     result = client.submit_program(
