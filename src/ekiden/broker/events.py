@@ -72,6 +72,9 @@ class WriteBlob(Struct, frozen=True):
 
     upload: int
     data: bytes
+    codec: str = ""
+    """How `data` is packed, if it is; it then stands for `length` bytes."""
+    length: int = 0
 
 
 class DropBlob(Struct, frozen=True):
@@ -89,6 +92,8 @@ class ReadBlob(Struct, frozen=True):
     blob: str
     offset: int
     length: int
+    codecs: str = ""
+    """How the bytes may be packed."""
 
 
 class UploadMoved(Struct, frozen=True):
@@ -109,6 +114,8 @@ class BlobRead(Struct, frozen=True):
     data: bytes = b""
     size: int = 0
     error: EkidenError | None = None
+    codec: str = ""
+    """How `data` is packed."""
 
 
 # ------------------------------------------------------------------ caches and room

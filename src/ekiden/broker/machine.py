@@ -80,7 +80,7 @@ class BrokerMachine:
 
     def __init__(
         self, config: BrokerConfig, journal: Journal, book: JobBook, *, key: bytes, broker_id: str,
-        now: Instant, wall: int, software: str = "",
+        now: Instant, wall: int, software: str = "", codecs: str = "",
     ) -> None:  # fmt: skip
         self.config = config
         self.journal = journal
@@ -89,7 +89,7 @@ class BrokerMachine:
         self.scheduler = Scheduler(self.roster, config.policies)
         self.intake = Intake(config, book)
         self.relay = Relay()
-        self.store = Store(config, self.intake, book.blobs.__contains__)
+        self.store = Store(config, self.intake, book.blobs.__contains__, codecs)
         self.peers: dict[int, Peer] = {}
         self.broker_id = broker_id
         self.software = software

@@ -34,7 +34,7 @@ def replay(recovery: Recovery) -> JobBook:
 
 def open_broker(
     storage: Storage, config: BrokerConfig, *, key: bytes, broker_id: str, group_id: bytes,
-    now: Instant, wall: int, software: str = "",
+    now: Instant, wall: int, software: str = "", codecs: str = "",
 ) -> Opened:  # fmt: skip
     """Recover everything, then make the machine. Nothing listens before this returns."""
     journal, recovery = LocalJournal.open(
@@ -42,7 +42,15 @@ def open_broker(
     )
     book = replay(recovery)
     machine = BrokerMachine(
-        config, journal, book, key=key, broker_id=broker_id, now=now, wall=wall, software=software
+        config,
+        journal,
+        book,
+        key=key,
+        broker_id=broker_id,
+        now=now,
+        wall=wall,
+        software=software,
+        codecs=codecs,
     )
     # Without one, or with one far behind, the next sweep is to take a snapshot: an idle broker that
     # was killed must not read the same long journal at every start.

@@ -38,6 +38,7 @@ from ekiden.machine import Log
 from ekiden.observe.logs import log_effect
 from ekiden.world.addresses import join_address
 from ekiden.world.blobs import BlobFolder
+from ekiden.world.codecs import CODECS
 from ekiden.world.disk import FolderStorage
 from ekiden.world.keys import make_broker_key, publish_key, withdraw
 from ekiden.world.loop import Driver
@@ -143,7 +144,7 @@ class BrokerWorld:
         return open_broker(
             self.storage, self.config, key=key, broker_id=f"b{os.getpid()}",
             group_id=os.urandom(16), now=time.monotonic_ns(), wall=time.time_ns(),
-            software=_software(),
+            software=_software(), codecs=CODECS,
         )  # fmt: skip
 
     def publish(self, addresses: set[str], key: bytes) -> None:

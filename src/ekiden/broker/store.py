@@ -53,7 +53,9 @@ from ekiden.model.caches import CacheUse
 from ekiden.model.ids import shown
 from ekiden.wire import messages as m
 from ekiden.wire.frames import encode_frame
+from ekiden.wire.link import is_loopback
 from ekiden.wire.session import refusal_frame
+from ekiden.wire.transfers import may_be
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -76,7 +78,7 @@ class _Upload(Struct, eq=False):
     written: int = 0
     begun: bool = False
     """Whether the disk has said that the parts are wanted, and there is room for them."""
-    arrived: dict[int, bytes] = {}
+    arrived: dict[int, tuple[bytes, str, int]] = {}
     """Parts that came before their turn."""
     pulls: dict[int, tuple[int, int]] = {}
     """Number → offset and length of parts the peer owes."""
@@ -89,6 +91,7 @@ class _Pull(Struct, frozen=True):
     blob: str
     offset: int
     length: int
+    codecs: str
 
 
 class _ByTurns(Generic[T]):
@@ -134,9 +137,12 @@ class Store:
         config: BrokerConfig,
         intake: Intake,
         referenced: Callable[[str], bool] = lambda _blob: False,
+        codecs: str = "",
     ) -> None:
-        """`referenced` tells of a blob whether the book needs it: such a one is never removed."""
+        """`referenced` tells of a blob whether the book needs it: such a one is never removed.
+        `codecs` can be unpacked here."""
         self._intake = intake
+        self._codecs = codecs
         self._numbers = 0
         self._offers: _ByTurns[_Upload] = _ByTurns()
         self._uploads: dict[int, _Upload] = {}
@@ -219,7 +225,7 @@ class Store:
                 break
             number = self._number()
             self._reading[number] = pull
-            self._effects.append(ReadBlob(number, pull.blob, pull.offset, pull.length))
+            self._effects.append(ReadBlob(number, pull.blob, pull.offset, pull.length, pull.codecs))
         self.room.make()
         if self._suspects and not self._examining:
             self._examining = next(iter(self._suspects))
@@ -300,7 +306,8 @@ class Store:
         while upload.asked < min(upload.size, upload.written + window):
             length = min(limits.BLOB_PART_BYTES, upload.size - upload.asked)
             number = self._number()
-            pull = m.BlobPull(upload.blob, upload.asked, length)
+            codecs = "" if is_loopback(upload.peer.address) else self._codecs
+            pull = m.BlobPull(upload.blob, upload.asked, length, codecs)
             upload.peer.send_frame(encode_frame(pull, number, upload.offer))
             if not upload.pulls:
                 upload.heard = now
@@ -320,13 +327,15 @@ class Store:
         del self._pulls[corr_id]
         offset, length = upload.pulls.pop(corr_id)
         upload.heard = now
-        if part.offset != offset or len(part.data) != length:
+        if part.offset != offset or not may_be(part, length):
             self._refuse(upload, BadRequest("another part of the blob than was asked for"))
             return
-        upload.arrived[offset] = part.data
-        while (data := upload.arrived.pop(upload.handed, None)) is not None:
-            upload.handed += len(data)
-            self._effects.append(WriteBlob(upload.number, data))
+        upload.arrived[offset] = (part.data, part.codec, length)
+        while (arrived := upload.arrived.pop(upload.handed, None)) is not None:
+            upload.handed += arrived[2]
+            data, codec, size = arrived
+            packed = (codec, size) if codec else ()
+            self._effects.append(WriteBlob(upload.number, data, *packed))
 
     def _moved(self, event: UploadMoved, now: Instant) -> None:
         upload = self._uploads.get(event.upload)
@@ -411,7 +420,8 @@ class Store:
             )
         if self._asked.of(peer) >= limits.BLOB_PULLS_PER_CONNECTION:
             raise QueueFull("too many parts are asked for", remedy="wait for some to come")
-        pull = _Pull(peer, msg_id, message.blob, message.offset, message.length)
+        codecs = "" if is_loopback(peer.address) else message.codecs
+        pull = _Pull(peer, msg_id, message.blob, message.offset, message.length, codecs)
         self._asked.add(peer, pull)
 
     def _read(self, event: BlobRead, now: Instant) -> None:
@@ -424,7 +434,7 @@ class Store:
                 self._suspect(pull.blob, now)
             pull.peer.send_frame(refusal_frame(event.error, pull.msg_id))
         else:
-            part = m.BlobPart(pull.blob, pull.offset, event.data, event.size)
+            part = m.BlobPart(pull.blob, pull.offset, event.data, event.size, event.codec)
             pull.peer.send(part, pull.msg_id)
 
     # -------------------------------------------------------------- damage

@@ -42,6 +42,7 @@ from ekiden.machine import Log
 from ekiden.model.caches import CacheUse, decode_manifest
 from ekiden.observe.logs import log_effect
 from ekiden.world.blobs import BlobFolder
+from ekiden.world.codecs import Packer, unpack
 from ekiden.world.loop import Driver
 from ekiden.world.memory import keep_part_buffers
 
@@ -59,6 +60,7 @@ class Storekeeper:
         self._quota = quota
         self._closed = False
         self._holds = Holds()
+        self._packer = Packer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blobs")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="blobs-read")
         self._examiner = ThreadPoolExecutor(1, thread_name_prefix="blobs-check")
@@ -131,7 +133,9 @@ class Storekeeper:
 
     def _read_soon(self, effect: ReadBlob) -> None:
         """At once if the bytes are in memory: to ask a thread for them takes longer."""
-        found = self._folder.read_cached(effect.blob, effect.offset, effect.length)
+        found = None
+        if not effect.codecs:
+            found = self._folder.read_cached(effect.blob, effect.offset, effect.length)
         if found is not None:
             self._driver.feed(BlobRead(effect.read, *found))
         else:
@@ -150,7 +154,12 @@ class Storekeeper:
         if not self._folder.has(effect.upload):
             return None  # it has ended, by an error or because somebody else was quicker
         try:
-            stored = self._folder.write(effect.upload, effect.data)
+            data = unpack(effect.data, effect.codec, effect.length)
+        except EkidenError as error:
+            self._folder.drop(effect.upload)
+            return self._moved(effect.upload, error=error)
+        try:
+            stored = self._folder.write(effect.upload, data)
         except EkidenError as error:
             return self._moved(effect.upload, error=_told(error))
         return self._moved(effect.upload, stored=stored)
@@ -217,7 +226,8 @@ class Storekeeper:
             data, size = self._folder.read(effect.blob, effect.offset, effect.length)
         except EkidenError as error:
             return BlobRead(effect.read, error=error)
-        return BlobRead(effect.read, data, size)
+        packed = self._packer.pack(effect.blob, data, effect.codecs)
+        return BlobRead(effect.read, packed.data, size, codec=packed.codec)
 
     def _examine(self, effect: ExamineBlob) -> BlobExamined:
         kept: str | None = None

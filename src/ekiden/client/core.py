@@ -46,6 +46,7 @@ from ekiden.machine import Log
 from ekiden.model.ids import check_job_id
 from ekiden.model.jobs import FORM_PLAIN, FORM_PROGRAM
 from ekiden.model.work import FileRef
+from ekiden.world.codecs import CODECS
 from ekiden.world.keys import find_key
 from ekiden.world.loop import Driver
 from ekiden.world.network import Network
@@ -158,6 +159,7 @@ class Core:
             random.random,
             batch_jobs=settings.batch_jobs,
             software=_software(),
+            codecs=CODECS,
         )
         self._future_type = future_type
         self._threaded = threaded

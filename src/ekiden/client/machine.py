@@ -48,7 +48,7 @@ from ekiden.client.uses import UNKNOWN_REMEDY, Uses
 from ekiden.machine import Frame, Instant, Log
 from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
-from ekiden.wire.link import Link
+from ekiden.wire.link import Link, is_loopback
 from ekiden.wire.messages import Delivery, ResultRun
 from ekiden.wire.session import error_from
 from ekiden.wire.transfers import EVENTS, Transfers
@@ -121,6 +121,7 @@ class ClientMachine:
         *,
         batch_jobs: int = limits.CLIENT_BATCH_JOBS,
         software: str = "",
+        codecs: str = "",
     ) -> None:
         assert 0 < batch_jobs <= limits.BATCH_JOBS_MAX
 
@@ -156,7 +157,7 @@ class ClientMachine:
         self._refused: list[tuple[Any, errors.EkidenError]] = []
         self._delivered: list[Delivery] = []
         self._left = False
-        self.transfers = Transfers(self._number)
+        self.transfers = Transfers(self._number, codecs)
         self._dispatch: dict[type, Callable[[Any], None]] = {
             Submitting: self._submit,
             Attaching: self._attach,
@@ -213,7 +214,7 @@ class ClientMachine:
         """Send what there is to send, in one write, and tell what became known."""
         self.link.advance(now)
         self._follow()
-        parts = self.transfers.advance(self._conn)
+        parts = self.transfers.advance(self._conn, local=is_loopback(self.link.address))
         if self.link.refused_by_all is not None:
             self._give_up(self.link.refused_by_all)
             self.link.refused_by_all = None

@@ -45,6 +45,12 @@ _BEAT: Final = encode_frame(messages.Beat())
 _FATAL: Final = (errors.Unauthenticated, errors.VersionMismatch, errors.NotAllowed, errors.BadId)
 
 
+def is_loopback(address: str) -> bool:
+    """Whether bytes to there never leave the machine, as far as its name tells."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class Left(Struct, frozen=True):
     """No more tries."""
 

@@ -376,6 +376,8 @@ class BlobPull(Message, frozen=True):
     blob: str
     offset: int
     length: int
+    codecs: str = ""
+    """How it may be packed, the best first, as "zstd,gzip"; empty: not at all."""
 
 
 class BlobPart(Message, frozen=True):
@@ -385,6 +387,8 @@ class BlobPart(Message, frozen=True):
     offset: int
     data: bytes
     size: int
+    codec: str = ""
+    """How `data` is packed: it unpacks to just as many bytes as were asked for."""
 
 
 class BlobStored(Message, frozen=True):

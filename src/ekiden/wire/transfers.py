@@ -69,6 +69,8 @@ class PartRead(Struct, frozen=True):
     offset: int
     data: bytes = b""
     error: EkidenError | None = None
+    codec: str = ""
+    """How `data` is packed."""
 
 
 class PartWritten(Struct, frozen=True):
@@ -86,11 +88,12 @@ EVENTS: Final = (Uploading, Downloading, GivenUp, PartRead, PartWritten)
 
 
 class ReadPart(Struct, frozen=True):
-    """Read that part of an upload's source."""
+    """Read that part of an upload's source. It may be packed by one of `codecs`."""
 
     token: Any
     offset: int
     length: int
+    codecs: str = ""
 
 
 class WritePart(Struct, frozen=True):
@@ -101,6 +104,9 @@ class WritePart(Struct, frozen=True):
     offset: int
     data: bytes
     last: bool
+    codec: str = ""
+    """How `data` is packed, if it is; it then stands for `length` bytes."""
+    length: int = 0
 
 
 class Transferred(Struct, frozen=True):
@@ -138,7 +144,8 @@ class _Download(Struct, eq=False):
     """How many bytes are being written, or -1."""
     asked: int = 0
     """Up to where parts have been asked for."""
-    arrived: dict[int, bytes] = {}
+    arrived: dict[int, tuple[bytes, str, int]] = {}
+    """By offset: bytes as they came, how they are packed, how many they stand for."""
     pulling: dict[int, tuple[int, int]] = {}
     """Number → offset and length of parts asked for."""
     held: bool = False
@@ -148,8 +155,11 @@ class _Download(Struct, eq=False):
 class Transfers:
     """All transfers of one client or worker. `number` gives each message its number."""
 
-    def __init__(self, number: Callable[[], int]) -> None:
+    def __init__(self, number: Callable[[], int], codecs: str = "") -> None:
+        """`codecs` can be unpacked here."""
         self._number = number
+        self._codecs = codecs
+        self._local = False
         self._conn: int | None = None
         self._open: dict[Any, _Upload | _Download] = {}
         """Under way, by token; the others wait in order."""
@@ -200,8 +210,10 @@ class Transfers:
                 return False
         return True
 
-    def advance(self, conn: int | None) -> list[bytes]:
-        """The frames to send on `conn`, the connection that may be spoken on, if there is one."""
+    def advance(self, conn: int | None, *, local: bool = False) -> list[bytes]:
+        """The frames to send on `conn`, the connection that may be spoken on, if there is one. If
+        it is `local`, bytes never leave the machine, and nothing is packed."""
+        self._local = local
         if conn != self._conn:
             self._conn = conn
             self._start_over()
@@ -237,7 +249,7 @@ class Transfers:
         if isinstance(transfer, _Download) and transfer.size == 0:
             # There is nothing to pull, and something to verify and to put in its place.
             transfer.writing = 0
-            self._effects.append(WritePart(transfer.token, 0, b"", True))
+            self._effects.append(WritePart(transfer.token, 0, b"", last=True))
 
     def _end(self, transfer: _Upload | _Download, error: EkidenError | None = None) -> None:
         self._forget(transfer.token)
@@ -307,7 +319,8 @@ class Transfers:
         while room > 0 and download.asked < download.size and not download.held:
             room -= 1
             length = min(limits.BLOB_PART_BYTES, download.size - download.asked)
-            number = self._say(messages.BlobPull(download.blob, download.asked, length))
+            codecs = "" if self._local else self._codecs
+            number = self._say(messages.BlobPull(download.blob, download.asked, length, codecs))
             download.pulling[number] = (download.asked, length)
             self._pulls[number] = download
             download.asked += length
@@ -332,7 +345,8 @@ class Transfers:
             self._say_no(msg_id, f"{pull.length:,} bytes at {pull.offset:,} cannot be had")
             return
         upload.pulls.append((msg_id, pull.offset))
-        self._effects.append(ReadPart(upload.token, pull.offset, pull.length))
+        codecs = "" if self._local else pull.codecs
+        self._effects.append(ReadPart(upload.token, pull.offset, pull.length, codecs))
 
     def _part_read(self, event: PartRead) -> None:
         upload = self._open.get(event.token)
@@ -345,7 +359,8 @@ class Transfers:
             self._end(upload, event.error)
             return
         upload.pulls.remove(pull)
-        self._say(messages.BlobPart(upload.blob, pull[1], event.data, upload.size), pull[0])
+        part = messages.BlobPart(upload.blob, pull[1], event.data, upload.size, event.codec)
+        self._say(part, pull[0])
 
     # -------------------------------------------------------------- downloads
 
@@ -354,19 +369,22 @@ class Transfers:
         if download is None:
             return  # of a transfer that has ended
         offset, length = download.pulling.pop(corr_id)
-        if part.size != download.size or part.offset != offset or len(part.data) != length:
+        if part.size != download.size or part.offset != offset or not may_be(part, length):
             self._end(download, _not_as_described(download, part))
             return
-        download.arrived[offset] = part.data
+        download.arrived[offset] = (part.data, part.codec, length)
         self._write_next(download)
 
     def _write_next(self, download: _Download) -> None:
         """One at a time and in order: whoever writes keeps a running hash."""
-        data = download.arrived.pop(download.written, None) if download.writing < 0 else None
-        if data is not None:
-            download.writing = len(data)
-            last = download.written + len(data) == download.size
-            self._effects.append(WritePart(download.token, download.written, data, last))
+        part = download.arrived.pop(download.written, None) if download.writing < 0 else None
+        if part is not None:
+            data, codec, length = part
+            download.writing = length
+            last = download.written + length == download.size
+            at = download.written
+            packed = (codec, length) if codec else ()
+            self._effects.append(WritePart(download.token, at, data, last, *packed))
 
     def _part_written(self, event: PartWritten) -> None:
         download = self._open.get(event.token)
@@ -398,6 +416,13 @@ class Transfers:
         elif isinstance(transfer, _Download):
             transfer.held = True
         return True
+
+
+def may_be(part: messages.BlobPart, length: int) -> bool:
+    """Whether the data of a part may stand for so many bytes. Packed it is smaller, or it would
+    have been sent as it is; whoever unpacks it sees whether it keeps its word."""
+    size = len(part.data)
+    return size < length if part.codec else size == length
 
 
 def _not_as_described(download: _Download, part: messages.BlobPart) -> EkidenError:

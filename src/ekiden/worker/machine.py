@@ -28,7 +28,7 @@ from ekiden.machine import Frame, Instant, Log, Send
 from ekiden.model.jobs import CANCEL_CONFIRMED, CANNOT_START, TIMEOUT, GrantNo, Spec
 from ekiden.wire import messages
 from ekiden.wire.frames import encode_frame
-from ekiden.wire.link import Link
+from ekiden.wire.link import Link, is_loopback
 from ekiden.wire.messages import AckRun, AssignRun
 from ekiden.wire.transfers import EVENTS as TRANSFER_EVENTS
 from ekiden.wire.transfers import Transfers
@@ -100,6 +100,7 @@ class WorkerMachine:
         prefetch: int | None = None,
         credit_least: int | None = None,
         software: str = "",
+        codecs: str = "",
     ) -> None:
         """`prefetch` fixes the credit; without it, it follows from how long runs take, and is no
         less than `credit_least` [two for each slot]."""
@@ -141,7 +142,7 @@ class WorkerMachine:
         self._acks: list[AckRun] = []
         self._again: list[AckRun] = []
         self._relay: list[bytes] = []
-        self._transfers = Transfers(self._number)
+        self._transfers = Transfers(self._number, codecs)
         self._effects: list[Any] = []
 
     def _hello_for(self, nonce: bytes) -> messages.HelloWorker:
@@ -496,7 +497,7 @@ class WorkerMachine:
         self._relieve(now)
         announced = self._admit(now)
         out = self._speak(announced, now)
-        out += self._transfers.advance(link.conn)
+        out += self._transfers.advance(link.conn, local=is_loopback(link.address))
         effects, self._effects = self._effects + self._transfers.take_effects(), []
         talk, link.effects = link.effects, []
         if out and link.conn is not None:

@@ -45,6 +45,7 @@ from ekiden.worker.machine import (
 )
 from ekiden.worker.offers import Offers
 from ekiden.world.addresses import split_addresses
+from ekiden.world.codecs import CODECS
 from ekiden.world.keys import find_key
 from ekiden.world.loop import Driver, run, seconds
 from ekiden.world.network import Network
@@ -258,6 +259,7 @@ class Worker:
             host=hardware.host_name(),
             # A program may take hours: none shall wait here for a slot that is free elsewhere.
             credit_least=self.slots if self.offers.programs is not None else None,
+            codecs=CODECS,
         )
 
     def _key_for(self, address: str) -> bytes:

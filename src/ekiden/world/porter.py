@@ -33,6 +33,7 @@ from ekiden.wire.transfers import (
     Uploading,
     WritePart,
 )
+from ekiden.world.codecs import Packer, unpack
 from ekiden.world.loop import Driver
 from ekiden.world.memory import keep_part_buffers
 
@@ -75,6 +76,7 @@ class Porter:
         """One thread, so that a file is closed after the last thing that was done with it."""
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="ekiden-hash")
         """Another, because a large file takes seconds and the parts of others must not wait."""
+        self._packer = Packer()
         self._closed: EkidenError | None = None
         keep_part_buffers()
         driver.handle(ReadPart, self._read_part)
@@ -203,9 +205,10 @@ class Porter:
                 data = source.read(effect.offset, effect.length)
             except Exception as error:  # noqa: BLE001 - whoever waits shall hear of any
                 return PartRead(effect.token, effect.offset, error=_told(error))
-            return PartRead(effect.token, effect.offset, data)
+            packed = self._packer.pack(effect.token, data, effect.codecs)
+            return PartRead(effect.token, effect.offset, packed.data, codec=packed.codec)
 
-        if isinstance(source, _Bytes):
+        if isinstance(source, _Bytes) and not effect.codecs:
             self._feed(read())
         else:
             self._start(read)
@@ -217,7 +220,8 @@ class Porter:
 
         def write() -> PartWritten:
             try:
-                sink.write(effect.data, last=effect.last)
+                data = unpack(effect.data, effect.codec, effect.length)
+                sink.write(data, last=effect.last)
             except Exception as error:  # noqa: BLE001 - whoever waits shall hear of any
                 return PartWritten(effect.token, effect.offset, _told(error))
             return PartWritten(effect.token, effect.offset)
