@@ -63,10 +63,10 @@ def run(
         # A source, the broker's copy, the workers' and the plain copies: each is written once.
         report.touch_memory(crew.folder, (2 + 2 * WORKERS) * large_mb << 20)
         bench = _Bench(crew, tell)
+        giant = bench.giant(giant_mb)  # first: what grew before would hide what this takes
         large = bench.large(rounds, large_mb)
         small = bench.small(rounds, small_files)
         waiting = bench.waiting(large_mb, probe_jobs)
-        giant = bench.giant(giant_mb)
     figures = {"large": large, "small": small, "waiting": waiting, "giant": giant}
     goals = [
         report.at_most(

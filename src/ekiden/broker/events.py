@@ -96,6 +96,21 @@ class ReadBlob(Struct, frozen=True):
     """How the bytes may be packed."""
 
 
+class LocateBlob(Struct, frozen=True):
+    """Effect: `BlobLocated` says where that blob lies, and its time of use is now."""
+
+    number: int
+    blob: str
+    size: int
+
+
+class BlobLocated(Struct, frozen=True):
+    """The path of its file, or "" if it is not here."""
+
+    number: int
+    path: str
+
+
 class UploadMoved(Struct, frozen=True):
     """`upto` bytes of an upload are written; `stored`: all of it is durable under its name. After
     an `error` nothing is left of it. `held` bytes lie in the store by now, unfinished ones too."""

@@ -18,9 +18,6 @@ from ekiden.broker.crew import Crew
 from ekiden.broker.desk import Desk
 from ekiden.broker.events import (
     AppendFailed,
-    BlobExamined,
-    BlobRead,
-    BlobsRemoved,
     CacheChecked,
     DiskSpace,
     Halt,
@@ -28,8 +25,6 @@ from ekiden.broker.events import (
     Shutdown,
     SnapshotTaken,
     TakeSnapshot,
-    UnusedFound,
-    UploadMoved,
     WallClock,
 )  # fmt: skip
 from ekiden.broker.herald import Herald
@@ -37,6 +32,8 @@ from ekiden.broker.intake import Intake, refused
 from ekiden.broker.library import Library
 from ekiden.broker.peers import Peer
 from ekiden.broker.relay import Relay
+from ekiden.broker.store import EVENTS as STORE_EVENTS
+from ekiden.broker.store import MESSAGES as STORE_MESSAGES
 from ekiden.broker.store import Store
 from ekiden.config import BrokerConfig
 from ekiden.core import commands as c
@@ -142,7 +139,7 @@ class BrokerMachine:
                 peer = self.peers.get(event.conn)
                 if peer is not None:
                     self.herald.congestion(peer, event)
-            case UploadMoved() | BlobRead() | UnusedFound() | BlobsRemoved() | BlobExamined():
+            case _ if isinstance(event, STORE_EVENTS):
                 self.store.receive(event, now)
             case CacheChecked() if event.number < 0:
                 # Of the book's own, at the start: the store waits for all of them.
@@ -443,7 +440,7 @@ class BrokerMachine:
                 self.crew.cache_said(peer, message)
             case m.Peeked():
                 self.crew.peeked(peer, frame.corr_id, message)
-            case m.BlobOffer() | m.BlobPull() | m.BlobPart() | m.BlobSpoiled() | m.Refusal():
+            case _ if isinstance(message, STORE_MESSAGES):
                 self.store.heard(peer, frame, message, now)
             case m.Bye():
                 self.crew.bye(peer)

@@ -26,10 +26,12 @@ from ekiden import limits
 from ekiden.broker.events import (
     BeginBlob,
     BlobExamined,
+    BlobLocated,
     BlobRead,
     BlobsRemoved,
     DropBlob,
     ExamineBlob,
+    LocateBlob,
     ReadBlob,
     UnusedFound,
     UploadMoved,
@@ -61,7 +63,16 @@ _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
 
-StoreEvent: TypeAlias = UploadMoved | BlobRead | UnusedFound | BlobsRemoved | BlobExamined
+StoreEvent: TypeAlias = (
+    UploadMoved | BlobRead | BlobLocated | UnusedFound | BlobsRemoved | BlobExamined
+)
+EVENTS: Final = (UploadMoved, BlobRead, BlobLocated, UnusedFound, BlobsRemoved, BlobExamined)
+"""What the store is told of the disk."""
+
+MESSAGES: Final = (
+    m.BlobOffer, m.BlobPull, m.BlobPart, m.BlobWhere, m.BlobSpoiled, m.Refusal,
+)  # fmt: skip
+"""What the store is told by peers. They refuse nothing but pulls."""
 
 
 class _Upload(Struct, eq=False):
@@ -152,6 +163,8 @@ class Store:
         """Number of a pull → the upload it is for."""
         self._asked: _ByTurns[_Pull] = _ByTurns()
         self._reading: dict[int, _Pull] = {}
+        self._locating: dict[int, tuple[Peer, int, str]] = {}
+        """Who asked where a blob lies, with the number of the question."""
         self._cramped: dict[_Upload, None] = {}
         """Those that wait for room."""
         self._suspects: dict[str, None] = {}
@@ -169,6 +182,8 @@ class Store:
         match message:
             case m.BlobOffer():
                 self._offer(peer, frame.msg_id, message)
+            case m.BlobWhere():
+                self._where(peer, frame.msg_id, message)
             case m.BlobPull():
                 self._pull(peer, frame.msg_id, message)
             case m.BlobPart():
@@ -196,6 +211,22 @@ class Store:
                 self._let_in(now)
             case BlobExamined():
                 self._examined(event, now)
+            case BlobLocated():
+                self._located(event)
+
+    def _where(self, peer: Peer, msg_id: int, message: m.BlobWhere) -> None:
+        """To who speaks from this machine: there, if the system lets you read it."""
+        self._check_may(peer, message.blob)
+        if not is_loopback(peer.address) or len(self._locating) >= limits.BLOB_OFFERS_MAX:
+            peer.send(m.BlobAt(message.blob), msg_id)
+            return
+        number = self._number()
+        self._locating[number] = (peer, msg_id, message.blob)
+        self._effects.append(LocateBlob(number, message.blob, message.size))
+
+    def _located(self, event: BlobLocated) -> None:
+        peer, msg_id, blob = self._locating.pop(event.number)
+        peer.send(m.BlobAt(blob, event.path), msg_id)
 
     def left(self, peer: Peer) -> None:
         """The connection is gone, and its uploads with it."""

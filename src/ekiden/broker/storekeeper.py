@@ -21,6 +21,7 @@ from ekiden import limits
 from ekiden.broker.events import (
     BeginBlob,
     BlobExamined,
+    BlobLocated,
     BlobRead,
     BlobsRemoved,
     CacheChecked,
@@ -28,6 +29,7 @@ from ekiden.broker.events import (
     DropBlob,
     ExamineBlob,
     FindUnused,
+    LocateBlob,
     ReadBlob,
     ReleaseCache,
     RemoveBlobs,
@@ -73,6 +75,7 @@ class Storekeeper:
             driver.handle(kind, self._in(self._thread, work))
         self._read_in_thread = self._in(self._reader, self._read)
         driver.handle(ReadBlob, self._read_soon)
+        driver.handle(LocateBlob, self._in(self._reader, self._locate))
         driver.handle(ExamineBlob, self._in(self._examiner, self._examine))
         driver.handle(VerifyCache, self._in(self._examiner, self._verify_cache))
 
@@ -228,6 +231,10 @@ class Storekeeper:
             return BlobRead(effect.read, error=error)
         packed = self._packer.pack(effect.blob, data, effect.codecs)
         return BlobRead(effect.read, packed.data, size, codec=packed.codec)
+
+    def _locate(self, effect: LocateBlob) -> BlobLocated:
+        here = self._folder.touch(effect.blob, effect.size)
+        return BlobLocated(effect.number, self._folder.path_of(effect.blob) if here else "")
 
     def _examine(self, effect: ExamineBlob) -> BlobExamined:
         kept: str | None = None

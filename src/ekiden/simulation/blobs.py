@@ -13,12 +13,14 @@ from ekiden import limits
 from ekiden.broker.events import (
     BeginBlob,
     BlobExamined,
+    BlobLocated,
     BlobRead,
     BlobsRemoved,
     CheckCache,
     DropBlob,
     ExamineBlob,
     FindUnused,
+    LocateBlob,
     ReadBlob,
     ReleaseCache,
     RemoveBlobs,
@@ -32,7 +34,7 @@ from ekiden.model.caches import CacheUse
 
 EFFECTS = (
     BeginBlob, WriteBlob, DropBlob, ReadBlob, CheckCache, ReleaseCache, FindUnused, RemoveBlobs,
-    ExamineBlob,
+    ExamineBlob, LocateBlob,
 )  # fmt: skip
 
 
@@ -98,6 +100,8 @@ class MemoryBlobs:
                 return self._remove(effect)
             case ExamineBlob():
                 return self._examine(effect)
+            case LocateBlob():
+                return BlobLocated(effect.number, "")  # no file of this disk can be opened
             case _:
                 raise AssertionError(effect)
 

@@ -397,6 +397,20 @@ class BlobStored(Message, frozen=True):
     blob: str
 
 
+class BlobWhere(Message, frozen=True):
+    """Where does that blob lie? Asked by who speaks from the same machine. Answered by `BlobAt`."""
+
+    blob: str
+    size: int
+
+
+class BlobAt(Message, frozen=True):
+    """There, for who may read it: whoever does verifies it. Empty: pull it."""
+
+    blob: str
+    path: str = ""
+
+
 class BlobSpoiled(Message, frozen=True):
     """To the broker: all parts of this blob came, and together they have another hash. It looks at
     its own copy, and sets it aside if that is damaged. No answer."""
@@ -473,6 +487,8 @@ TYPE_OF: Final[dict[type[Message], int]] = {
     BlobSpoiled: 94,
     CacheOffer: 95,
     CacheAck: 96,
+    BlobWhere: 97,
+    BlobAt: 98,
 }
 NAME_OF: Final[dict[int, str]] = {number: kind.__name__ for kind, number in TYPE_OF.items()}
 

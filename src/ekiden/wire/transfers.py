@@ -81,7 +81,14 @@ class PartWritten(Struct, frozen=True):
     error: EkidenError | None = None
 
 
-EVENTS: Final = (Uploading, Downloading, GivenUp, PartRead, PartWritten)
+class Copied(Struct, frozen=True):
+    """The answer to `CopyBlob`: all of it is verified and in its place, or nothing came of it."""
+
+    token: Any
+    whole: bool
+
+
+EVENTS: Final = (Uploading, Downloading, GivenUp, PartRead, PartWritten, Copied)
 
 
 # ------------------------------------------------------------------ effects
@@ -107,6 +114,15 @@ class WritePart(Struct, frozen=True):
     codec: str = ""
     """How `data` is packed, if it is; it then stands for `length` bytes."""
     length: int = 0
+
+
+class CopyBlob(Struct, frozen=True):
+    """What a download is to bring lies in a file of this machine, `size` bytes of it, if it can be
+    read and holds what it should."""
+
+    token: Any
+    path: str
+    size: int
 
 
 class Transferred(Struct, frozen=True):
@@ -150,6 +166,10 @@ class _Download(Struct, eq=False):
     """Number → offset and length of parts asked for."""
     held: bool = False
     """Whether it waits for another connection."""
+    asked_where: bool = False
+    """Whether the broker was asked where it lies, which is done once."""
+    copying: bool = False
+    """Whether it is copied from there, or that is still to be said."""
 
 
 class Transfers:
@@ -166,6 +186,7 @@ class Transfers:
         self._waiting: deque[_Upload | _Download] = deque()
         self._offers: dict[int, _Upload] = {}
         self._pulls: dict[int, _Download] = {}
+        self._where: dict[int, _Download] = {}
         self._void: dict[int, None] = {}
         """Numbers of what was said for transfers that have ended: answers may still come."""
         self._frames: list[bytes] = []
@@ -185,6 +206,8 @@ class Transfers:
                 self._part_read(event)
             case PartWritten():
                 self._part_written(event)
+            case Copied():
+                self._copied(event)
             case Uploading():
                 self._begin(_Upload(event.token, event.blob, event.size))
             case Downloading():
@@ -201,6 +224,8 @@ class Transfers:
                 self._part(message, corr_id)
             case messages.BlobPull():
                 self._pulled(message, msg_id, corr_id)
+            case messages.BlobAt():
+                self._at(message, corr_id)
             case messages.BlobStored():
                 if (upload := self._offers.get(corr_id)) is not None:
                     self._end(upload)
@@ -236,6 +261,7 @@ class Transfers:
         self._waiting.clear()
         self._offers.clear()
         self._pulls.clear()
+        self._where.clear()
         self._void.clear()
         self._frames.clear()
 
@@ -270,6 +296,9 @@ class Transfers:
         else:
             for number in transfer.pulling:
                 self._ignore(self._pulls, number)
+            for number, other in list(self._where.items()):
+                if other is transfer:
+                    self._ignore(self._where, number)
         if self._waiting:
             self._begin(self._waiting.popleft())
 
@@ -286,6 +315,9 @@ class Transfers:
         self._void.clear()
         self._offers.clear()
         self._pulls.clear()
+        for download in self._where.values():
+            download.copying = False
+        self._where.clear()
         for transfer in self._open.values():
             if isinstance(transfer, _Upload):
                 transfer.offer = 0
@@ -315,6 +347,13 @@ class Transfers:
                 self._pull(transfer, window)
 
     def _pull(self, download: _Download, window: int) -> None:
+        if self._local and not download.asked_where and download.size > limits.BLOB_PART_BYTES:
+            # The bytes need not pass through two processes and a socket.
+            download.asked_where = download.copying = True
+            number = self._say(messages.BlobWhere(download.blob, download.size))
+            self._where[number] = download
+        if download.copying:
+            return
         room = window - len(download.pulling) - len(download.arrived) - (download.writing >= 0)
         while room > 0 and download.asked < download.size and not download.held:
             room -= 1
@@ -402,11 +441,30 @@ class Transfers:
         else:
             self._write_next(download)
 
+    def _at(self, answer: messages.BlobAt, corr_id: int) -> None:
+        download = self._where.pop(corr_id, None)
+        if download is None:
+            self._void.pop(corr_id, None)
+        elif answer.path and not download.written and download.writing < 0:
+            self._effects.append(CopyBlob(download.token, answer.path, download.size))
+        else:
+            download.copying = False
+
+    def _copied(self, event: Copied) -> None:
+        download = self._open.get(event.token)
+        if isinstance(download, _Download):
+            download.copying = False
+            if event.whole:
+                self._end(download)
+
     # -------------------------------------------------------------- refusals
 
     def _refused(self, refusal: messages.Refusal, corr_id: int) -> bool:
         transfer: _Upload | _Download | None = self._offers.pop(corr_id, None)
         if transfer is None:
+            if (asker := self._where.pop(corr_id, None)) is not None:
+                asker.copying = False
+                return True
             transfer = self._pulls.pop(corr_id, None)
             if transfer is None:
                 return self._void.pop(corr_id, 0) is None

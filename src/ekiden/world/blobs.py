@@ -150,7 +150,7 @@ class BlobFolder:
 
     def touch(self, blob: str, size: int) -> bool:
         """Whether it is here, of that size; if so it was just used."""
-        path = self._path(blob)
+        path = self.path_of(blob)
         try:
             found = os.stat(path)
         except OSError:
@@ -187,7 +187,7 @@ class BlobFolder:
 
     def _name(self, found: str, blob: str) -> None:
         """After this it is there for everybody, and stays."""
-        path = self._path(blob)
+        path = self.path_of(blob)
         shelf = os.path.dirname(path)
         made = not os.path.isdir(shelf)
         os.makedirs(shelf, mode=0o700, exist_ok=True)
@@ -208,7 +208,7 @@ class BlobFolder:
         The bytes are not verified again here: whoever fetches all of them does it.
         """
         try:
-            with self._files.use(self._path(blob)) as file:
+            with self._files.use(self.path_of(blob)) as file:
                 if offset + length > file.size:
                     raise BadRequest(
                         f"blob {blob[:12]}… has {file.size:,} bytes, not {offset + length:,}"
@@ -225,7 +225,7 @@ class BlobFolder:
 
     def read_cached(self, blob: str, offset: int, length: int) -> tuple[bytes, int] | None:
         """What `read` would say, if that is known without waiting for a disk or another thread."""
-        return self._files.read_cached(self._path(blob), offset, length, self._touch_s)
+        return self._files.read_cached(self.path_of(blob), offset, length, self._touch_s)
 
     # -------------------------------------------------------------- making room
 
@@ -263,7 +263,7 @@ class BlobFolder:
         """Remove those that were not used since and are not `kept`; how many, of how many bytes."""
         count, size = self.count, self.bytes
         for blob, used in blobs:
-            path = self._path(blob)
+            path = self.path_of(blob)
             try:
                 if os.stat(path).st_mtime_ns == used and blob not in kept:
                     self._uncount(path)
@@ -310,7 +310,7 @@ class BlobFolder:
         hash: the number of its file, for `withdraw`. 0 if it is sound, or not here."""
         digest, number = hashlib.sha256(), 0
         try:
-            fd = os.open(self._path(blob), os.O_RDONLY | _FLAGS)
+            fd = os.open(self.path_of(blob), os.O_RDONLY | _FLAGS)
             try:
                 number = os.fstat(fd).st_ino
                 while block := os.read(fd, _HASH_BYTES):
@@ -330,7 +330,7 @@ class BlobFolder:
     def withdraw(self, blob: str, number: int) -> str | None:
         """Take a damaged blob out of the store, unless another file has its name by now (None).
         Where it is kept, or "" if that takes too much room."""
-        path = self._path(blob)
+        path = self.path_of(blob)
         damaged = os.path.join(self.folder, _DAMAGED)
         name = f"{blob}.{time.time_ns()}"
         try:
@@ -346,7 +346,8 @@ class BlobFolder:
         except OSError as error:
             raise _fault(f"set aside blob {blob[:12]}…", error) from error
 
-    def _path(self, blob: str) -> str:
+    def path_of(self, blob: str) -> str:
+        """Where a blob lies if it is here."""
         assert _NAME.fullmatch(blob), blob
         return os.path.join(self.folder, blob[:2], blob)
 

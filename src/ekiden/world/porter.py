@@ -10,11 +10,13 @@ The porter and its futures belong to the loop; only plain file work runs in its 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import itertools
 import os
 import secrets
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +25,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from ekiden.errors import BlobDamaged, Closed, EkidenError, Fault
 from ekiden.wire.transfers import (
+    Copied,
+    CopyBlob,
     Downloading,
     GivenUp,
     PartRead,
@@ -38,6 +42,7 @@ from ekiden.world.loop import Driver
 from ekiden.world.memory import keep_part_buffers
 
 _HASH_BYTES: Final = 1 << 20
+_COPY_BYTES: Final = 1 << 20
 
 # What is hashed on the spot: as quick as asking a thread to do it.
 _INLINE_BYTES: Final = 64 << 10
@@ -58,6 +63,7 @@ class _Source(Protocol):
 
 class _Sink(Protocol):
     def write(self, data: bytes, *, last: bool) -> None: ...
+    def start_over(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -81,6 +87,7 @@ class Porter:
         keep_part_buffers()
         driver.handle(ReadPart, self._read_part)
         driver.handle(WritePart, self._write_part)
+        driver.handle(CopyBlob, self._copy_blob)
         driver.handle(Transferred, self._transferred)
         driver.handle(TransferFailed, self._transfer_failed)
 
@@ -180,7 +187,7 @@ class Porter:
             raise self._closed
         return await self._loop.run_in_executor(self._hashing, work)
 
-    def _start(self, work: Callable[[], PartRead | PartWritten]) -> None:
+    def _start(self, work: Callable[[], PartRead | PartWritten | Copied]) -> None:
         """In the thread; the machine hears of it on the loop."""
 
         def run() -> None:
@@ -227,6 +234,29 @@ class Porter:
             return PartWritten(effect.token, effect.offset)
 
         self._start(write)
+
+    def _copy_blob(self, effect: CopyBlob) -> None:
+        sink = self._sinks.get(effect.token)
+        if sink is None:
+            return
+
+        def copy() -> Copied:
+            try:
+                with _open_plain(effect.path, effect.size) as source:
+                    left = effect.size
+                    while left:
+                        data = _read_fully(source, min(_COPY_BYTES, left))
+                        if not data or effect.token not in self._sinks:
+                            break
+                        left -= len(data)
+                        sink.write(data, last=not left)
+            except (EkidenError, OSError):
+                left = -1
+            if left:
+                sink.start_over()  # the broker will be asked for the bytes instead
+            return Copied(effect.token, whole=not left)
+
+        self._start(copy)
 
     def _transferred(self, effect: Transferred) -> None:
         end = self._ends.get(effect.token)
@@ -292,6 +322,19 @@ def _open_and_hash(path: Path) -> tuple[_OpenFile, str, int]:
     return _OpenFile(file, path), digest.hexdigest(), size
 
 
+def _open_plain(path: str, size: int) -> io.FileIO:
+    """A file that somebody else has named: a plain one of that size, or OSError."""
+    flags = os.O_RDONLY
+    for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+        flags |= getattr(os, flag, 0)
+    file = io.FileIO(os.open(path, flags))
+    facts = os.fstat(file.fileno())
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
+        file.close()
+        raise OSError(errno.EINVAL, "it is another file")
+    return file
+
+
 def _read_fully(file: io.FileIO, length: int) -> bytes:
     """A read may bring less than was asked for before the end of the file."""
     data = file.read(length) or b""
@@ -313,6 +356,10 @@ class _Buffer:
         if last:
             self._parts = [b"".join(self._parts)]
             _verify(hashlib.sha256(self._parts[0]).hexdigest(), self._blob)
+
+    def start_over(self) -> None:
+        """Forget what was written."""
+        self._parts.clear()
 
     def data(self) -> bytes:
         """All of it, after the last part."""
@@ -348,10 +395,16 @@ class _File:
         except OSError as error:
             raise _fault("write", self._target, error) from None
 
+    def start_over(self) -> None:
+        """Forget what was written."""
+        self.close()
+        self._digest = hashlib.sha256()
+
     def close(self) -> None:
         """Leave nothing that is not whole."""
         if self._file is not None:
             self._file.close()
+            self._file = None
             with suppress(OSError):
                 os.unlink(self._beside)
 

@@ -82,7 +82,7 @@ class Keeper:
 
     def spoil(self, blob: str) -> bytes:
         """Other bytes lie under its name from now on; what lay there."""
-        path = Path(self.folder._path(blob))
+        path = Path(self.folder.path_of(blob))
         sound = path.read_bytes()
         path.write_bytes(bytes(len(sound)))
         return sound

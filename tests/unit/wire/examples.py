@@ -70,5 +70,7 @@ EXAMPLES: list[m.Message] = [
     m.BlobStored("ab" * 32),
     m.BlobSpoiled("ab" * 32, 1 << 40),
     m.CacheOffer([CacheUse("d1", "cd" * 32, 300)], True, True),
+    m.BlobWhere("ab" * 32, 1 << 40),
+    m.BlobAt("ab" * 32, "/data/blobs/ab/abab"),
     m.CacheAck("d1", "cd" * 32, "failed", "its disk is full", 5, 9),
 ]

@@ -15,6 +15,8 @@ from ekiden.wire import messages as m
 from ekiden.wire.frames import FrameReader
 from ekiden.wire.session import refusal_frame
 from ekiden.wire.transfers import (
+    Copied,
+    CopyBlob,
     Downloading,
     GivenUp,
     PartRead,
@@ -324,13 +326,14 @@ class Peer:
     def __init__(self) -> None:
         self.numbers = 0
         self.transfers = Transfers(self._number)
+        self.local = False
 
     def _number(self) -> int:
         self.numbers += 1
         return self.numbers
 
     def said(self, conn: int | None = 1) -> list[tuple[int, int, m.Message]]:
-        frames = FrameReader().feed(b"".join(self.transfers.advance(conn)))
+        frames = FrameReader().feed(b"".join(self.transfers.advance(conn, local=self.local)))
         return [(f.msg_id, f.corr_id, m.decode(f.type, f.body)) for f in frames]
 
     def feed(self, event: Any) -> list[Any]:
@@ -510,3 +513,73 @@ def test_a_part_of_the_largest_size_fits_a_frame(monkeypatch: pytest.MonkeyPatch
 
     assert len(msgspec.msgpack.encode(part)) < limits.FRAME_BYTES_MAX
     assert refusal_frame(BlobDamaged("x"), 1)
+
+
+# ------------------------------------------------------------------ on one machine
+
+
+def asked_where(peer: Peer) -> int:
+    """A download on a line that does not leave the machine; the number of the question."""
+    peer.local = True
+    peer.feed(Downloading("t", BLOB, 48))
+    ((number, _, question),) = peer.said()
+    assert question == m.BlobWhere(BLOB, 48)
+    return number
+
+
+PULLS = [m.BlobPull(BLOB, 0, 24), m.BlobPull(BLOB, 24, 24)]
+
+
+def test_a_large_file_on_the_same_machine_is_copied_from_where_it_lies() -> None:
+    peer = Peer()
+    number = asked_where(peer)
+
+    copy = peer.hear(m.BlobAt(BLOB, "/store/it"), number)
+    ended = peer.feed(Copied("t", whole=True))
+
+    assert copy == [CopyBlob("t", "/store/it", 48)]
+    assert ended == [Transferred("t")]
+    assert peer.said() == []
+
+
+@pytest.mark.parametrize("how", ["nowhere", "unreadable", "refused"])
+def test_what_cannot_be_copied_is_pulled(how: str) -> None:
+    peer = Peer()
+    number = asked_where(peer)
+
+    if how == "nowhere":
+        assert peer.hear(m.BlobAt(BLOB), number) == []
+    elif how == "refused":
+        assert peer.hear(m.Refusal("draining", "later"), number) == []
+    else:
+        peer.hear(m.BlobAt(BLOB, "/store/it"), number)
+        assert peer.feed(Copied("t", whole=False)) == []
+
+    assert [said for _, _, said in peer.said()] == PULLS
+
+
+def test_small_ones_and_those_of_other_machines_are_pulled_at_once() -> None:
+    near, far = Peer(), Peer()
+    near.local = True
+    near.feed(Downloading("t", BLOB, 24))
+    far.feed(Downloading("t", BLOB, 48))
+
+    assert [said for _, _, said in near.said()] == PULLS[:1]
+    assert [said for _, _, said in far.said()] == PULLS
+
+
+def test_a_question_that_was_lost_with_its_connection_is_not_waited_for() -> None:
+    peer = Peer()
+    asked_where(peer)
+
+    assert [said for _, _, said in peer.said(2)] == PULLS
+
+
+def test_an_answer_for_a_download_that_was_given_up_changes_nothing() -> None:
+    peer = Peer()
+    number = asked_where(peer)
+
+    peer.feed(GivenUp("t"))
+
+    assert peer.hear(m.BlobAt(BLOB, "/store/it"), number) == []
+    assert peer.feed(Copied("t", whole=True)) == []

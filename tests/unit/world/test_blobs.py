@@ -231,7 +231,7 @@ def aged(store: BlobFolder, data: bytes, age_s: float) -> str:
     """A blob that was last used so long ago."""
     name = put(store, data, 99)
     then = time.time() - age_s
-    os.utime(store._path(name), (then, then))
+    os.utime(store.path_of(name), (then, then))
     return name
 
 
@@ -303,8 +303,8 @@ def test_what_was_used_or_held_after_it_was_named_is_not_removed(aging: BlobFold
 def test_a_removed_file_takes_no_room_though_it_was_just_read(aging: BlobFolder) -> None:
     name = aged(aging, b"x", 5000)
     aging.read(name, 0, 1)
-    os.utime(aging._path(name), (1, 1))
-    opened = aging._files._open[aging._path(name)].fd
+    os.utime(aging.path_of(name), (1, 1))
+    opened = aging._files._open[aging.path_of(name)].fd
 
     assert aging.remove([(name, 10**9)], kept=NOTHING) == (1, 1)
 
@@ -324,15 +324,15 @@ def test_bytes_in_memory_are_had_at_once_from_a_file_that_is_open(store: BlobFol
 
     assert found == (DATA[5:10], len(DATA))
     assert store.read_cached(BLOB, len(DATA), 1) is None, "`read` says what is wrong"
-    os.unlink(store._path(BLOB))
+    os.unlink(store.path_of(BLOB))
     assert store.read_cached(BLOB, 5, 5) is None
 
 
 def test_a_read_at_once_counts_as_a_use(aging: BlobFolder) -> None:
     name = aged(aging, b"x", 5000)
     aging.read(name, 0, 1)
-    os.utime(aging._path(name), (1, 1))
-    aging._files._open[aging._path(name)].used = 1
+    os.utime(aging.path_of(name), (1, 1))
+    aging._files._open[aging.path_of(name)].used = 1
     assert aging.read_cached(name, 0, 1) is None, "`read` notes it"
     aging.read(name, 0, 1)
     assert named(aging, 1) == []
@@ -341,7 +341,7 @@ def test_a_read_at_once_counts_as_a_use(aging: BlobFolder) -> None:
 def test_a_file_that_somebody_removed_is_not_read_any_more(store: BlobFolder) -> None:
     put(store, DATA)
     store.read(BLOB, 0, 1)
-    os.unlink(store._path(BLOB))
+    os.unlink(store.path_of(BLOB))
     with pytest.raises(UnknownBlob):
         store.read(BLOB, 0, 1)
 
@@ -461,7 +461,7 @@ def test_nothing_is_set_aside_of_an_upload_of_which_nothing_came(store: BlobFold
 
 
 def damage(store: BlobFolder, name: str, data: bytes) -> None:
-    Path(store._path(name)).write_bytes(data)
+    Path(store.path_of(name)).write_bytes(data)
 
 
 @pytest.mark.parametrize("found", [DATA[::-1], DATA[:5], b""])
@@ -521,19 +521,19 @@ def test_little_evidence_is_kept(store: BlobFolder, monkeypatch: pytest.MonkeyPa
 def test_a_file_that_was_cut_short_while_it_was_read_is_a_fault(store: BlobFolder) -> None:
     put(store, DATA)
     store.read(BLOB, 0, 1)
-    os.truncate(store._path(BLOB), 3)
+    os.truncate(store.path_of(BLOB), 3)
     with pytest.raises(StorageFault, match="cannot read"):
         store.read(BLOB, 0, 10)
 
 
 def test_a_time_in_the_future_is_put_right_by_use(store: BlobFolder) -> None:
     put(store, DATA)
-    later = os.path.getmtime(store._path(BLOB)) + 10 * 365 * 86400
-    os.utime(store._path(BLOB), (later, later))
+    later = os.path.getmtime(store.path_of(BLOB)) + 10 * 365 * 86400
+    os.utime(store.path_of(BLOB), (later, later))
 
     store.read(BLOB, 0, 1)
 
-    assert os.path.getmtime(store._path(BLOB)) < later - 86400
+    assert os.path.getmtime(store.path_of(BLOB)) < later - 86400
 
 
 def test_foreign_files_in_the_folder_are_left_alone(store: BlobFolder) -> None:
