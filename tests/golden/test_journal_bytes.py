@@ -39,6 +39,7 @@ def written_now() -> dict[str, bytes]:
         assert append is not None
         perform(storage, append)
         journal.persisted(append.upto)
+    journal.trim()
     write_snapshot(storage, 4, GROUP, CHUNKS)
     return {name: storage.read(name) for name in storage.names()}
 

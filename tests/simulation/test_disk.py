@@ -113,6 +113,51 @@ def test_an_unsynced_truncate_may_be_undone() -> None:
     assert found == {b"ab", b"abcdef"}
 
 
+def test_room_survives_a_power_loss_or_not_and_what_was_written_in_it_likewise() -> None:
+    found = set()
+    for dice in range(ROUNDS):
+        disk = _disk_with_synced("a", b"safe", dice)
+        disk.reserve("a", 3000)
+        room = disk.size("a") - 4
+        disk.append("a", b"xy")
+        tail = _after_power_loss(disk).read("a")[4:]
+        assert len(tail) <= max(room, 2)
+        assert not tail.strip(b"\0") or tail.startswith(b"x")
+        found.add((tail[:2] == b"xy", len(tail) > 2))
+
+    assert found >= {(True, True), (False, True), (False, False)}
+
+
+def test_synced_room_stays_and_a_lost_write_in_it_leaves_zeros() -> None:
+    found = set()
+    for dice in range(ROUNDS):
+        disk = _disk_with_synced("a", b"safe", dice)
+        while disk.size("a") < 100:
+            disk.reserve("a", 3000)
+        disk.sync("a")
+        size = disk.size("a")
+        disk.append("a", b"xy")
+        after = _after_power_loss(disk).read("a")
+        assert after.rstrip(b"\0") in (b"safe", b"safexy")
+        assert len(after) == size
+        found.add(after[4:6])
+
+    assert found == {b"xy", b"\0\0"}
+
+
+def test_only_the_process_that_reserved_knows_where_the_file_ends() -> None:
+    disk = _disk_with_synced("a", b"safe")
+    while disk.size("a") == 4:
+        disk.reserve("a", 3000)
+    size = disk.size("a")
+    disk.die(power=False)
+    disk.revive()
+
+    disk.append("a", b"x")
+
+    assert disk.size("a") == size + 1
+
+
 def test_bytes_whose_sync_failed_are_gone_for_good() -> None:
     disk = _disk_with_synced("a", b"safe")
     disk.append("a", b"doomed")

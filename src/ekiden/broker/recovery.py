@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from ekiden import limits
 from ekiden.broker.machine import BrokerMachine
-from ekiden.config import BrokerConfig
+from ekiden.config import SYNC_ALWAYS, BrokerConfig
 from ekiden.core.book import JobBook
 from ekiden.core.commands import decode_entry
 from ekiden.core.image import dump, load
@@ -38,8 +39,9 @@ def open_broker(
 ) -> Opened:  # fmt: skip
     """Recover everything, then make the machine. Nothing listens before this returns."""
     journal, recovery = LocalJournal.open(
-        storage, now=now, segment_bytes=int(config.segment_mb * (1 << 20)), group=group_id
-    )
+        storage, now=now, segment_bytes=int(config.segment_mb * (1 << 20)), group=group_id,
+        reserve_bytes=limits.RESERVE_BYTES if config.sync == SYNC_ALWAYS else 0,
+    )  # fmt: skip
     book = replay(recovery)
     machine = BrokerMachine(
         config,

@@ -272,6 +272,7 @@ class BrokerWorld:
         await asyncio.wait_for(self.network.wait_closed(), CLOSE_WAIT_S)
         journal = self.machine.journal
         assert isinstance(journal, LocalJournal)
+        journal.trim()
         if self._snapshotter is None or self._snapshotter.done():
             journal.roll()
             closed = journal.closed_segments()

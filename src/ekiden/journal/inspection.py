@@ -1,8 +1,8 @@
 """Reading a journal from outside: `ekiden log verify` and `ekiden log dump`.
 
 Both only read, need no lock, and may look at a folder that a broker is writing to: a last record
-that is not whole yet is a note there, not a problem, and a file that was tidied away meanwhile is
-looked for under its new name, or passed over.
+that is not whole yet is a note there, not a problem; the room behind it is not worth a word; and a
+file that was tidied away meanwhile is looked for under its new name, or passed over.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _verify_segment(storage: Storage, segment: Segment, *, last: bool) -> FileRe
         return _vanished(storage, report, error)
     if scan.torn and last:
         report.notes.append(f"unfinished tail: {scan.torn}")
-    elif scan.torn:
-        message = f"a closed segment ends badly: {scan.torn}"
+    elif scan.unsound and not last:
+        message = f"a closed segment ends badly: {scan.unsound}"
         report.problems.append(Problem(segment.name, scan.end, message))
     return report
 

@@ -24,6 +24,7 @@ class Append(Struct, frozen=True, kw_only=True):
     creates: bool
     header: bytes = b""  # the first bytes of a new file, on disk before any record follows
     closes: str = ""  # the file that gets no more records because of this one
+    reserve: int = 0  # bytes of room to ask for before it, its own among them
 
 
 class Step(Struct, frozen=True):

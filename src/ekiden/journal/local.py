@@ -29,14 +29,17 @@ def perform(storage: Storage, append: Append, *, sync: bool = True) -> None:
 
     On `NoSpace` everything is as before, durably: withdraw and go on. On any other fault stop.
     """
-    if append.closes and not sync:
-        storage.sync(append.closes)
     try:
+        if append.closes:
+            storage.trim(append.closes)
+            storage.sync(append.closes)
         if append.creates:
             storage.create(append.file)
             storage.append(append.file, append.header)
             storage.sync(append.file)
             storage.sync_folder()
+        if append.reserve:
+            storage.reserve(append.file, append.reserve)
         storage.append(append.file, append.data)
     except NoSpace:
         # What was taken back must not come back after a power loss: it is about to be refused.
@@ -63,16 +66,24 @@ class LocalJournal:
     """The journal of a broker without peers. It always leads, in epoch 1."""
 
     def __init__(
-        self, storage: Storage, *, group: bytes, segment_bytes: int, segments: list[Segment]
+        self,
+        storage: Storage,
+        *,
+        group: bytes,
+        segment_bytes: int,
+        segments: list[Segment],
+        reserve_bytes: int,
     ) -> None:
         self.group = group
         self.committed: Index = 0
         self._storage = storage
         self._segment_bytes = segment_bytes
+        self._reserve_bytes = reserve_bytes
         self._finder = Finder(storage)
         self._segments = segments
         self._appendable = False  # whether the last segment may grow
         self._file_bytes = 0
+        self._room_end = 0  # up to where room was asked for in the last segment; 0 if nowhere
         self._proposed: list[bytes] = []
         self._flying: list[bytes] = []
         self._append: Append | None = None
@@ -84,11 +95,14 @@ class LocalJournal:
         *,
         now: Instant,
         segment_bytes: int = limits.SEGMENT_BYTES,
+        reserve_bytes: int = limits.RESERVE_BYTES,
         group: bytes,
     ) -> tuple[LocalJournal, Recovery]:
         """Recover the folder, which the caller has locked, or begin a new one as `group`.
 
-        A folder that holds files already keeps the group id they name: see `journal.group`.
+        A folder that holds files already keeps the group id they name: see `journal.group`. Room is
+        asked for `reserve_bytes` at a time. Ask for none where appends are not synced: after a loss
+        of power, zeros before what was written later would look like damage.
         Raises CorruptJournal or VersionMismatch, and then has changed nothing.
         """
         found = Found.survey(storage)
@@ -99,6 +113,7 @@ class LocalJournal:
             group=found.group or group,
             segment_bytes=segment_bytes,
             segments=segments,
+            reserve_bytes=reserve_bytes,
         )
         journal.committed = found.last
         journal._file_bytes = found.tail_end
@@ -138,6 +153,7 @@ class LocalJournal:
         data = encode_records(first, self._proposed, self.group)
         current = self._segments[-1].name if self._segments else ""
         creates = not self._appendable or self._file_bytes >= self._segment_bytes
+        start, room_end = (HEADER_BYTES, 0) if creates else (self._file_bytes, self._room_end)
         self._append = Append(
             file=segment_name(first) if creates else current,
             data=data,
@@ -145,9 +161,17 @@ class LocalJournal:
             creates=creates,
             header=encode_header(SEGMENT_MAGIC, first, self.group) if creates else b"",
             closes=current if creates else "",
+            reserve=self._room_wanted(start, len(data)) if start + len(data) > room_end else 0,
         )
         self._flying, self._proposed = self._proposed, []
         return Step(self._append, self.committed)
+
+    def _room_wanted(self, start: int, size: int) -> int:
+        """Bytes to reserve for an append of `size` bytes that does not fit into what there is."""
+        if size > limits.INLINE_SYNC_BYTES:  # its own bytes take longer than a new size does
+            return 0
+        room = min(self._reserve_bytes, self._segment_bytes - start)
+        return room if room > size else 0
 
     def persisted(self, upto: Index) -> None:
         """The append that ends at `upto` is on disk: its entries are committed."""
@@ -158,6 +182,8 @@ class LocalJournal:
             self._segments.append(Segment(self.committed + 1, append.file))
             self._file_bytes = HEADER_BYTES
             self._appendable = True
+        if append.creates or append.reserve:
+            self._room_end = self._file_bytes + append.reserve
         self._finder.note(self._segments[-1].first, self.committed + 1, self._file_bytes)
         self._file_bytes += len(append.data)
         self.committed = upto
@@ -167,12 +193,20 @@ class LocalJournal:
         """Take back all that is not persisted, in order. The same indices are given again."""
         payloads = self._flying + self._proposed
         self._append, self._flying, self._proposed = None, [], []
+        self._room_end = 0  # the room went with what was taken back
         return payloads
 
     def roll(self) -> None:
         """Close the current segment: the next append begins a new one."""
         if self._file_bytes > HEADER_BYTES:
             self._appendable = False
+
+    def trim(self) -> None:
+        """Give back, durably, the room behind the last record. For an end in good order."""
+        if self._room_end and self._append is None:
+            self._storage.trim(self._segments[-1].name)
+            self._storage.sync(self._segments[-1].name)
+            self._room_end = 0
 
     # -------------------------------------------------------------- reading
 

@@ -6,13 +6,14 @@ before it had been synced. The crc covers index, place and payload, and starts f
 bytes of another group, or a journal sent as somebody's payload, never look like a record of ours.
 
 A write that was cut short by a crash ("torn") can only be the last append of the last file, and was
-never acknowledged: it is cut off. Anything else that is wrong is damage and is never cut. The rule
-is in `_judge`; docs/JOURNAL.md explains it.
+never acknowledged: it is cut off. Zeros and nothing else behind the last record are room that was
+not used yet ("blank"). Anything else that is wrong is damage and is never cut. The rule is in
+`_judge`; docs/JOURNAL.md explains it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct as Layout
 from typing import Final
 
@@ -132,26 +133,38 @@ def decode_record(data: bytes, at: int, seed: int) -> tuple[Index, int, bytes] |
 
 
 class Scan:
-    """The records of one segment, in order. Iterate once; then `end`, `upcoming` and `torn` hold.
+    """The records of one segment, in order. Iterate once; then the attributes hold.
 
-    `torn` says what follows the last whole record, if something does that may be cut off at `end`.
-    Raises CorruptJournal where something may not.
+    `end` is behind the last whole record. If zeros fill the rest, `blank` counts them; if something
+    else follows that may be cut off there, `torn` describes it. Raises CorruptJournal where
+    something may not be cut.
+
+    `again` reads the file once more. Damage is believed only if a second look finds it as well: a
+    broker may write while we read, and a later part of the file can be newer than an earlier one.
     """
 
-    def __init__(self, data: bytes, *, file: str) -> None:
+    def __init__(self, data: bytes, *, file: str, again: Callable[[], bytes] | None = None) -> None:
         self.header = decode_header(data, SEGMENT_MAGIC, file)
         self.end = HEADER_BYTES
         self.upcoming = self.header.index
         self.torn = ""
+        self.blank = 0
         self._data = data
         self._file = file
+        self._again = again
+
+    @property
+    def unsound(self) -> str:
+        """What is wrong with the end of a closed segment, where nothing may follow the records."""
+        if self.blank:
+            return f"{self.blank:,} zeros follow its last record"
+        return self.torn
 
     def __iter__(self) -> Iterator[Record]:
-        data, seed = self._data, crc_seed(self.header.group)
-        while self.end < len(data):
-            found = decode_record(data, self.end, seed)
+        seed = crc_seed(self.header.group)
+        while self.end < len(self._data):
+            found = decode_record(self._data, self.end, seed) or self._look_closer(seed)
             if found is None:
-                self.torn = _judge(data, self.end, self.upcoming, seed, self._file)
                 return
             index, _, payload = found
             if index != self.upcoming:
@@ -162,10 +175,29 @@ class Scan:
             self.upcoming = index + 1
             yield record
 
+    def _look_closer(self, seed: int) -> tuple[Index, int, bytes] | None:
+        """What to make of a place without a sound record; the record, if there is one by now."""
+        rest = len(self._data) - self.end
+        if self._data[self.end :] == bytes(rest):
+            self.blank = rest
+            return None
+        try:
+            self.torn = _judge(self._data, self.end, self.upcoming, seed, self._file)
+            return None
+        except CorruptJournal:
+            if self._again is None:
+                raise
+            now = self._again()
+            found = decode_record(now, self.end, seed)
+            if found is None:
+                raise
+            self._data = now
+            return found
 
-def scan(data: bytes, *, file: str = "") -> Scan:
+
+def scan(data: bytes, *, file: str = "", again: Callable[[], bytes] | None = None) -> Scan:
     """Read a whole segment."""
-    return Scan(data, file=file)
+    return Scan(data, file=file, again=again)
 
 
 def _judge(data: bytes, at: int, index: Index, seed: int, file: str) -> str:

@@ -1,8 +1,8 @@
 """What a folder holds after whatever happened to it.
 
-The newest sound snapshot is picked, a torn tail is cut, what was found is synced (an entry that was
-read from the page cache after a kill may not be on disk yet), and damage is refused. Everything is
-decided before anything is changed, so a refusal leaves the folder as it was.
+The newest sound snapshot is picked, a torn or blank tail is cut, what was found is synced (an entry
+that was read from the page cache after a kill may not be on disk yet), and damage is refused.
+Everything is decided before anything is changed, so a refusal leaves the folder as it was.
 """
 
 from __future__ import annotations
@@ -134,14 +134,16 @@ class Found(Struct):
         for _ in scan:
             pass
         self._belongs(scan.header, tail)
-        # A segment is synced before the next one is made or a snapshot covers it, so what is torn
-        # there was no interrupted write.
+        # A segment is trimmed and synced before the next one is made, and its entries are synced
+        # before a snapshot covers them, so what is torn or blank there was no interrupted write.
         synced = self.stillborn or tail.compressed or scan.upcoming <= self.covered
-        if scan.torn and synced:
-            raise damage(f"synced entries are damaged: {scan.torn}", tail.name, scan.end)
+        if scan.unsound and synced:
+            raise damage(f"synced entries are damaged: {scan.unsound}", tail.name, scan.end)
         if scan.torn:
             self.torn.append(scan.torn)
-            self.cut = True
+        # Room that a crash left is no news. It goes all the same: a storage knows only by the size
+        # of a file where it ends.
+        self.cut = bool(scan.unsound)
         self.tail_end = scan.end
         self.last = max(self.covered, scan.upcoming - 1)
         same_version = scan.header.version == limits.JOURNAL_VERSION

@@ -143,7 +143,7 @@ def is_stillborn(storage: Storage, segment: Segment) -> bool:
 
 def scan_segment(storage: Storage, segment: Segment) -> Scan:
     """The records of a segment, whose header must agree with its name."""
-    found = scan(load(storage, segment), file=segment.name)
+    found = scan(load(storage, segment), file=segment.name, again=lambda: load(storage, segment))
     if found.header.index != segment.first:
         what = f"the header says first index {found.header.index:,}, unlike the name"
         raise damage(what, segment.name, 0)
@@ -158,7 +158,7 @@ def replay(
     upto: Index | None = None,
     note: Note | None = None,
 ) -> Iterator[tuple[Index, bytes]]:
-    """Entries after `after`, up to `upto`, without gaps. A torn tail ends it, in the last only.
+    """Entries after `after`, up to `upto`, without gaps. The last segment may end torn or blank.
 
     `note` is told the segment, index and offset of every record that was read in a raw file.
     """
@@ -188,8 +188,8 @@ def replay(
                 expected = record.index + 1
         if follower is None:
             return
-        if found.torn:
-            raise damage(f"a closed segment ends badly: {found.torn}", segment.name, found.end)
+        if found.unsound:
+            raise damage(f"a closed segment ends badly: {found.unsound}", segment.name, found.end)
         if found.upcoming != follower.first:
             raise _gap(found.upcoming, follower)
 
@@ -209,8 +209,8 @@ def compress(raw: bytes, found: Scan, *, wall_ns: int) -> bytes:
         if record.offset - last >= STRIDE_BYTES:
             last = record.offset
             cuts.append((record.index, last))
-    if found.torn:
-        raise damage(f"a closed segment ends badly: {found.torn}", "", found.end)
+    if found.unsound:
+        raise damage(f"a closed segment ends badly: {found.unsound}", "", found.end)
     ends = [offset for _, offset in cuts[1:]] + [len(raw)]
     options = {int(zstd.CompressionParameter.checksum_flag): 1}
     frames = [
@@ -313,7 +313,7 @@ class Finder:
             if seen is None:
                 window_at, window = at, self._storage.read(segment.name, at, STRIDE_BYTES)
                 seen = peek(window, 0)
-            if seen is None or seen[1] > index:
+            if seen is None or not 0 < seen[1] <= index:
                 raise damage(f"entry {index:,} is not where it should be", segment.name, at)
             length, found = seen
             if found == index:

@@ -1,9 +1,10 @@
 """The few things the journal asks of a disk.
 
-A storage is one flat folder of files that only grow at their end. It is synchronous on purpose: who
-waits, and in which thread, is decided by the caller. `world.disk.FolderStorage` is the real one,
-`MemoryStorage` holds everything in memory, and the simulator has one that forgets what was not
-synced.
+A storage is one flat folder of files that only grow at their end. Room may be reserved behind the
+end: it belongs to the file, reads as zeros, and spares the syncs of what is appended a new size. A
+storage is synchronous on purpose: who waits, and in which thread, is decided by the caller.
+`world.disk.FolderStorage` is the real one, `MemoryStorage` holds everything in memory, and the
+simulator has one that forgets what was not synced.
 
 Errors are `NoSpace` for a full disk during `create` and `append`, which then changed nothing, and
 `StorageFault` for all else. After such a fault of a write or a sync the content of the file is
@@ -24,7 +25,7 @@ class Storage(Protocol):
         """All files, sorted."""
 
     def size(self, name: str) -> int:
-        """Bytes in the file."""
+        """Bytes in the file, reserved ones included."""
 
     def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
         """`size` bytes from `offset`, fewer where the file ends; all of the rest if negative."""
@@ -33,13 +34,21 @@ class Storage(Protocol):
         """Make an empty file that only its owner can read. It must not exist."""
 
     def append(self, name: str, data: bytes) -> None:
-        """Add all of `data` at the end, or raise. On `NoSpace` the file is as it was before."""
+        """Add all of `data` at the end, or raise. On `NoSpace` the file ends where it did before,
+        and what was reserved may be gone."""
+
+    def reserve(self, name: str, size: int) -> None:
+        """Have room for the next `size` bytes, if that is to be had cheaply: a wish, which may be
+        granted in part or not at all. Only who reserved knows the end from the zeros behind it."""
+
+    def trim(self, name: str) -> None:
+        """Cut the file to its end: give back what was reserved. Durable after `sync`."""
 
     def sync(self, name: str) -> None:
         """Return when the bytes of the file, and its size, survive a power loss."""
 
     def truncate(self, name: str, size: int) -> None:
-        """Cut the file to `size` bytes. Durable after `sync`."""
+        """Cut the file to `size` bytes, which is its end then. Durable after `sync`."""
 
     def rename(self, old: str, new: str) -> None:
         """Give the file a new name in one step, in place of any file that has it."""
@@ -59,6 +68,8 @@ class MemoryStorage:
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self._files = {name: bytearray(data) for name, data in (files or {}).items()}
+        self._ends: dict[str, int] = {}
+        """Where a file ends, if room was reserved behind it."""
 
     def _file(self, name: str) -> bytearray:
         try:
@@ -82,21 +93,38 @@ class MemoryStorage:
         self._files[name] = bytearray()
 
     def append(self, name: str, data: bytes) -> None:
-        self._file(name).extend(data)
+        end = self._end(name)
+        self._file(name)[end : end + len(data)] = data
+        if name in self._ends:
+            self._ends[name] += len(data)
+
+    def reserve(self, name: str, size: int) -> None:
+        end = self._ends.setdefault(name, self._end(name))
+        self._file(name).extend(bytes(max(0, end + size - self.size(name))))
+
+    def trim(self, name: str) -> None:
+        self.truncate(name, self._end(name))
+
+    def _end(self, name: str) -> int:
+        return self._ends.get(name, self.size(name))
 
     def sync(self, name: str) -> None:
         self._file(name)
 
     def truncate(self, name: str, size: int) -> None:
         del self._file(name)[size:]
+        self._ends.pop(name, None)
 
     def rename(self, old: str, new: str) -> None:
         self._files[new] = self._file(old)
         del self._files[old]
+        self._ends.pop(old, None)
+        self._ends.pop(new, None)
 
     def remove(self, name: str) -> None:
         self._file(name)
         del self._files[name]
+        self._ends.pop(name, None)
 
     def sync_folder(self) -> None:
         pass

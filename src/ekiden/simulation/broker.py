@@ -156,7 +156,7 @@ class SimBroker(Process):
 
     def _write_partly(self, append: Append) -> None:
         """The disk's thread was at work: some of its operations came through."""
-        self.disk.die_at = self.disk.operations + self._dice.randint(1, 6 if append.creates else 2)
+        self.disk.die_at = self.disk.operations + self._dice.randint(1, 9 if append.creates else 3)
         try:
             perform(self.disk, append)
         except (Died, StorageFault):
@@ -315,13 +315,15 @@ class SimBroker(Process):
         machine = self.broker
         assert machine is not None
         assert isinstance(machine.journal, LocalJournal)
-        if not self._snapshotting:
-            machine.journal.roll()
-            closed = machine.journal.closed_segments()
-            if closed and closed[-1].last > machine.snapshot_index:
-                self._snapshot(closed[-1].last, lambda _taken: self.on_stopped())
-                return
-        self.on_stopped()
+        with self.mortal():
+            machine.journal.trim()
+            if not self._snapshotting:
+                machine.journal.roll()
+                closed = machine.journal.closed_segments()
+                if closed and closed[-1].last > machine.snapshot_index:
+                    self._snapshot(closed[-1].last, lambda _taken: self.on_stopped())
+                    return
+            self.on_stopped()
 
 
 class _Child:

@@ -2,9 +2,10 @@
 
 What a process writes is visible to it at once and safe only after a sync: file contents by syncing
 the file, names (create, rename, remove) by syncing the folder. When the power fails, unsynced bytes
-of a file are lost, kept up to any byte, or kept in holes (some sectors written, others zero);
-unsynced changes of names are undone from some point on. When only the process dies, its page cache
-lives on.
+of a file are lost, kept up to any byte, or kept in holes (some sectors written, others zero), and
+the size is the synced one or the last one: what is missing in it are zeros. Unsynced changes of
+names are undone from some point on. When only the process dies, its page cache lives on; where a
+file ended and its room began, only the process knew.
 
 Faults on demand: no space, an input/output error on sync (the bytes it was to make safe are gone
 for good, as on Linux), and a *failpoint*: the process dies at the k-th operation, before or after
@@ -22,6 +23,9 @@ from ekiden.journal.storage import MemoryStorage
 
 SECTOR = 512
 
+# Room given at most: often less than asked for, so that appends end before, in and behind it.
+ROOM_BYTES = 4096
+
 
 class Died(BaseException):
     """The process is gone in the middle of an operation. Nothing of it may run on, so this is no
@@ -31,11 +35,16 @@ class Died(BaseException):
 class Inode:
     """Content of one file: what the process sees, and how much of it is safe."""
 
-    __slots__ = ("data", "safe", "safe_before_cut")
+    __slots__ = ("data", "end", "safe", "safe_before_cut", "safe_size")
 
     def __init__(self) -> None:
         self.data = bytearray()
+        self.end = 0
+        """Where the next append goes; zeros behind it."""
         self.safe = 0
+        """So many bytes are as they were written."""
+        self.safe_size = 0
+        """So long the file is, whatever is in it."""
         self.safe_before_cut: bytes | None = None
         """What was safe when an unsynced truncate came: it may all be back after a power loss."""
 
@@ -57,8 +66,8 @@ class SimDisk:
         self._safe_names: dict[str, Inode] = {}
         self._changes: list[tuple[str, str, Inode | None]] = []
         """Changes of names since the folder was synced: (kind or new name, name, inode)."""
-        self._damned: list[tuple[Inode, int, int]] = []
-        """Ranges whose sync failed: they never reach the platter."""
+        self._damned: list[tuple[Inode, int, int, int]] = []
+        """Ranges whose sync failed, and the size that was safe: they never reach the platter."""
 
     # -------------------------------------------------------------- Storage
 
@@ -78,6 +87,12 @@ class SimDisk:
 
     def append(self, name: str, data: bytes) -> None:
         self._operate("append", name, lambda: self._append(name, data))
+
+    def reserve(self, name: str, size: int) -> None:
+        self._operate("reserve", name, lambda: self._reserve(name, size))
+
+    def trim(self, name: str) -> None:
+        self._operate("trim", name, lambda: self._truncate(name, self._inode(name).end))
 
     def sync(self, name: str) -> None:
         self._operate("sync", name, lambda: self._sync(name))
@@ -111,15 +126,16 @@ class SimDisk:
         self.die_at = None
         if power:
             self._lose()
-        for inode, start, end in self._damned:
-            del inode.data[start:end]
-            inode.safe = min(inode.safe, len(inode.data))
+        for inode, start, end, size in self._damned:
+            _doom(inode, start, end, size)
         self._damned.clear()
 
     def revive(self) -> None:
         """A new process opens the folder."""
         self.down = False
         self.fail_sync = False
+        for inode in self._names.values():
+            inode.end = len(inode.data)
 
     def rot(self, name: str) -> None:
         """A bit of a file at rest changes."""
@@ -167,27 +183,35 @@ class SimDisk:
 
     def _append(self, name: str, data: bytes) -> None:
         inode = self._inode(name)
-        if len(data) > self.capacity - self.used:
+        if inode.end + len(data) - len(inode.data) > self.capacity - self.used:
+            del inode.data[inode.end :]
             raise NoSpace(f"no space left for {len(data):,} bytes in {name!r}")
-        inode.data += data
+        inode.data[inode.end : inode.end + len(data)] = data
+        inode.end += len(data)
+
+    def _reserve(self, name: str, size: int) -> None:
+        inode = self._inode(name)
+        wanted = inode.end + self._dice.randint(0, min(size, ROOM_BYTES)) - len(inode.data)
+        inode.data += bytes(max(0, min(wanted, self.capacity - self.used)))
 
     def _sync(self, name: str) -> None:
         inode = self._inode(name)
         if self.fail_sync:
             self.fail_sync = False
-            self._damned.append((inode, inode.safe, len(inode.data)))
+            self._damned.append((inode, inode.safe, inode.end, inode.safe_size))
             raise StorageFault(f"input/output error while syncing {name!r}")
         self.syncs += 1
-        inode.safe = len(inode.data)
+        inode.safe, inode.safe_size = inode.end, len(inode.data)
         inode.safe_before_cut = None
 
     def _truncate(self, name: str, size: int) -> None:
         inode = self._inode(name)
         if size < inode.safe:
             if inode.safe_before_cut is None:
-                inode.safe_before_cut = bytes(inode.data[: inode.safe])
-            inode.safe = size
+                inode.safe_before_cut = bytes(inode.data[: inode.safe_size])
+            inode.safe = inode.safe_size = size
         del inode.data[size:]
+        inode.end = min(inode.end, size)
 
     def _rename(self, old: str, new: str) -> None:
         inode = self._inode(old)
@@ -229,25 +253,35 @@ class SimDisk:
     def _tear(self, inode: Inode) -> None:
         if inode.safe_before_cut is not None and self._dice.random() < 0.5:
             inode.data = bytearray(inode.safe_before_cut)
-        elif len(inode.data) > inode.safe:
-            match self._dice.randrange(4):
-                case 0:
-                    del inode.data[inode.safe :]
-                case 1:
-                    pass
-                case 2:
-                    del inode.data[self._dice.randint(inode.safe, len(inode.data)) :]
-                case _:
-                    self._punch(inode)
-        inode.safe = len(inode.data)
+        else:
+            self._lose_content(inode)
+            self._lose_size(inode)
+        inode.end = inode.safe = inode.safe_size = len(inode.data)
         inode.safe_before_cut = None
 
-    def _punch(self, inode: Inode) -> None:
-        """Some sectors of the unsynced part never reached the platter; the size did."""
-        for start in range(inode.safe // SECTOR * SECTOR, len(inode.data), SECTOR):
-            if self._dice.random() < 0.5:
-                begin, end = max(start, inode.safe), min(start + SECTOR, len(inode.data))
+    def _lose_content(self, inode: Inode) -> None:
+        """All, nothing or some sectors of the unsynced part never reached the platter."""
+        rate = self._dice.choice((0.0, 0.5, 1.0))
+        for start in range(inode.safe // SECTOR * SECTOR, inode.end, SECTOR):
+            if self._dice.random() < rate:
+                begin, end = max(start, inode.safe), min(start + SECTOR, inode.end)
                 inode.data[begin:end] = bytes(end - begin)
+
+    def _lose_size(self, inode: Inode) -> None:
+        """The size is a matter of its own: the synced one, the last, or one between."""
+        low, high = sorted((inode.safe_size, len(inode.data)))
+        size = self._dice.choice((low, high, self._dice.randint(low, high)))
+        del inode.data[size:]
+        inode.data += bytes(size - len(inode.data))
+
+
+def _doom(inode: Inode, start: int, end: int, size: int) -> None:
+    """The bytes of this range never arrived: within `size` there are zeros instead."""
+    end = min(end, len(inode.data))
+    middle = max(start, min(end, size))
+    inode.data[start:end] = bytes(middle - start)
+    inode.end = len(inode.data)
+    inode.safe = min(inode.safe, len(inode.data))
 
 
 class Rehearsal(MemoryStorage):

@@ -9,6 +9,7 @@ from ekiden import limits
 from ekiden.broker.events import DiskSpace, Shutdown, SnapshotTaken, TakeSnapshot
 from ekiden.core import commands as c
 from ekiden.errors import NoSpace
+from ekiden.journal.records import scan
 from ekiden.journal.storage import MemoryStorage
 from ekiden.limits import NS
 from ekiden.machine import Disconnected
@@ -173,6 +174,19 @@ def test_a_client_that_left_before_its_submit_failed_is_not_told() -> None:
     house.persist()
 
     assert logs(house.settle()) == ["journal.no_space"]
+
+
+@pytest.mark.parametrize(("sync", "room"), [("always", True), ("unsafe-never", False)])
+def test_a_broker_makes_room_only_for_appends_that_are_synced(sync: str, room: bool) -> None:
+    house = House(sync=sync)
+    house.client().submit("j1")
+    house.settle()
+
+    (name,) = house.storage.names()
+    found = scan(house.storage.read(name))
+
+    assert len(list(found)) > 0
+    assert bool(found.blank) == room
 
 
 # ------------------------------------------------------------------ entries and ticks

@@ -18,7 +18,36 @@ class Crash(BaseException):
 class Inode:
     def __init__(self) -> None:
         self.data = bytearray()
+        self.end = 0
         self.safe = b""
+        self.safe_end = 0
+
+    @classmethod
+    def holding(cls, data: bytes) -> Inode:
+        inode = cls()
+        inode.data, inode.end = bytearray(data), len(data)
+        inode.sync()
+        return inode
+
+    def append(self, data: bytes) -> None:
+        self.data[self.end : self.end + len(data)] = data
+        self.end += len(data)
+
+    def reserve(self, size: int) -> None:
+        self.data.extend(bytes(max(0, self.end + size - len(self.data))))
+
+    def truncate(self, size: int) -> None:
+        del self.data[size:]
+        self.end = size
+
+    def sync(self) -> None:
+        self.safe, self.safe_end = bytes(self.data), self.end
+
+    def left_by(self, death: str) -> bytes:
+        unsynced = self.data[self.safe_end : self.end] if death.startswith("tear") else b""
+        size = self.data if death.endswith("room") else self.safe
+        content = self.safe[: self.safe_end] + bytes(unsynced[: len(unsynced) // 2])
+        return content.ljust(len(size), b"\0")
 
 
 class CrashingDisk:
@@ -32,8 +61,7 @@ class CrashingDisk:
         self.dead = False
         self._names: dict[str, Inode] = {}
         for name, data in (files or {}).items():
-            inode = self._names[name] = Inode()
-            inode.data, inode.safe = bytearray(data), bytes(data)
+            self._names[name] = Inode.holding(data)
         self._safe_names = dict(self._names)
 
     def _operate(self, action: Callable[[], None]) -> None:
@@ -61,19 +89,19 @@ class CrashingDisk:
         self._operate(lambda: self._names.update({name: Inode()}))
 
     def append(self, name: str, data: bytes) -> None:
-        self._operate(lambda: self._names[name].data.extend(data))
+        self._operate(lambda: self._names[name].append(data))
+
+    def reserve(self, name: str, size: int) -> None:
+        self._operate(lambda: self._names[name].reserve(size))
+
+    def trim(self, name: str) -> None:
+        self.truncate(name, self._names[name].end)
 
     def sync(self, name: str) -> None:
-        def action() -> None:
-            self._names[name].safe = bytes(self._names[name].data)
-
-        self._operate(action)
+        self._operate(lambda: self._names[name].sync())
 
     def truncate(self, name: str, size: int) -> None:
-        def action() -> None:
-            del self._names[name].data[size:]
-
-        self._operate(action)
+        self._operate(lambda: self._names[name].truncate(size))
 
     def rename(self, old: str, new: str) -> None:
         self._operate(lambda: self._names.update({new: self._names.pop(old)}))
@@ -95,23 +123,20 @@ class CrashingDisk:
 
     def left_by(self, death: str) -> dict[str, bytes]:
         """The files after `death`: "kill" keeps the page cache, "loss" only what was synced,
-        "tear" half of the unsynced bytes, "names" all names but only synced bytes."""
+        "tear" half of the unsynced bytes, "names" all names but only synced bytes. "room" and
+        "tear in room" lose as much, but the files are as large as they were last."""
         if death == "kill":
             return {name: bytes(inode.data) for name, inode in self._names.items()}
         if death == "names":
             return {name: inode.safe for name, inode in self._names.items()}
-        left = {}
-        for name, inode in self._safe_names.items():
-            extra = inode.data[len(inode.safe) :] if death == "tear" else b""
-            left[name] = inode.safe + bytes(extra[: len(extra) // 2])
-        return left
+        return {name: inode.left_by(death) for name, inode in self._safe_names.items()}
 
 
-DEATHS = ["kill", "loss", "tear", "names"]
+DEATHS = ["kill", "loss", "tear", "names", "room", "tear in room"]
 
 
 class SmallDisk(MemoryStorage):
-    """Has room for `capacity` bytes."""
+    """Has space for `capacity` bytes, and reserves none of it."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -124,6 +149,9 @@ class SmallDisk(MemoryStorage):
         if len(data) > self.free_bytes():
             raise NoSpace(f"no room for {name!r}")
         super().append(name, data)
+
+    def reserve(self, name: str, size: int) -> None:
+        pass
 
 
 def opened(storage: Storage, segment_bytes: int = 1 << 20) -> tuple[LocalJournal, Recovery]:

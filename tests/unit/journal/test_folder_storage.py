@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from tests.unit.journal.disks import GROUP, opened, payload, write
 
+from ekiden import limits
 from ekiden.errors import FolderInUse, NoSpace, StorageFault
 from ekiden.journal.housekeeping import tidy
 from ekiden.journal.inspection import dump, verify
 from ekiden.journal.local import perform
+from ekiden.journal.records import HEADER_BYTES, RECORD_BYTES
 from ekiden.journal.snapshots import write_snapshot
 from ekiden.journal.storage import Storage
 from ekiden.world.disk import FolderStorage
@@ -137,6 +139,156 @@ def test_threads_may_write_different_files_at_the_same_time(folder: FolderStorag
         assert folder.read(file) == file[0].encode() * 1000
 
 
+# ------------------------------------------------------------------ room behind the end
+
+
+@posix
+def test_appends_go_into_the_room_that_was_reserved_and_the_file_keeps_its_size(
+    folder: FolderStorage,
+) -> None:
+    folder.create("x")
+    folder.append("x", b"head")
+    folder.reserve("x", 100)
+    assert folder.read("x") == b"head" + bytes(100)
+
+    folder.append("x", b"one")
+    folder.reserve("x", 50)  # there is more than that
+    assert folder.read("x") == b"headone" + bytes(97)
+
+    folder.append("x", b"y" * 98)
+    assert folder.read("x") == b"headone" + b"y" * 98
+    folder.reserve("x", 10)
+    folder.trim("x")
+    folder.append("x", b"!")
+    assert folder.read("x") == b"headone" + b"y" * 98 + b"!"
+    folder.trim("x")
+    assert folder.size("x") == 106
+
+
+@posix
+def test_the_end_is_known_even_when_the_file_was_closed_meanwhile(folder: FolderStorage) -> None:
+    folder.create("x")
+    folder.reserve("x", 100)
+    folder.append("x", b"one")
+    for other in "abc":
+        folder.create(other)
+
+    folder.append("x", b"two")
+
+    assert folder.read("x") == b"onetwo" + bytes(94)
+    folder.remove("x")
+    folder.create("x")
+    folder.append("x", b"new")
+    folder.trim("x")
+    assert folder.read("x") == b"new"
+
+
+@posix
+def test_a_nearly_full_disk_gives_no_room(
+    folder: FolderStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.create("x")
+    monkeypatch.setattr(folder, "free_bytes", lambda: limits.DISK_HEADROOM_BYTES + 99)
+
+    folder.reserve("x", 100)
+    assert folder.size("x") == 0
+    folder.reserve("x", 99)
+    assert folder.size("x") == 99
+
+
+@posix
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP, errno.EIO])
+def test_room_that_cannot_be_had_is_no_error_and_leaves_nothing(
+    folder: FolderStorage, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    folder.create("x")
+    folder.append("x", b"kept")
+    real = os.pwrite
+
+    def fails(fd: int, data: bytes, at: int) -> int:
+        if len(data) > 5:
+            return real(fd, data[:5], at)
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    folder.reserve("x", 100)
+    monkeypatch.undo()
+
+    assert folder.read("x") == b"kept"
+    folder.append("x", b" on")
+    assert folder.read("x") == b"kept on"
+
+
+@posix
+def test_an_append_that_outgrows_its_room_and_the_disk_is_taken_back_with_the_room(
+    folder: FolderStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.create("x")
+    folder.reserve("x", 10)
+    folder.append("x", b"kept")
+    real = os.pwrite
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        if at < 10:
+            return real(fd, data[: 10 - at], at)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(NoSpace):
+        folder.append("x", b"too much")
+    monkeypatch.undo()
+
+    assert folder.read("x") == b"kept"
+    folder.append("x", b" on")
+    assert folder.read("x") == b"kept on"
+
+
+@posix
+def test_a_killed_broker_leaves_room_and_an_orderly_one_none(folder: FolderStorage) -> None:
+    journal, _ = opened(folder)
+    write(folder, journal, [b"a"])
+    (name,) = folder.names()
+    assert folder.size(name) == HEADER_BYTES + limits.RESERVE_BYTES
+
+    killed = FolderStorage(folder.path)  # another process, which knows only what it reads
+    journal, recovery = opened(killed)
+    assert list(recovery.entries()) == [(1, b"a")]
+    assert recovery.torn == []
+    write(killed, journal, [b"b"])
+    assert verify(folder).ok
+    journal.trim()
+
+    assert killed.size(name) == HEADER_BYTES + 2 * (RECORD_BYTES + 1)
+    assert list(dump(killed)) == [(1, b"a"), (2, b"b")]
+    killed.close()
+
+
+NO_RESERVE = """
+import os, sys
+del os.pwrite, os.fdatasync
+from ekiden.world import disk
+disk._sync_data = os.fsync
+from ekiden.world.disk import FolderStorage
+storage = FolderStorage(sys.argv[1])
+storage.create("x")
+storage.reserve("x", 100)
+storage.append("x", b"one")
+storage.append("x", b"two")
+storage.sync("x")
+storage.trim("x")
+print(storage.read("x"))
+"""
+
+
+@posix
+def test_where_a_sync_cannot_leave_out_the_size_files_grow(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_RESERVE, str(tmp_path)], capture_output=True, check=True
+    )
+
+    assert done.stdout == b"b'onetwo'\n"
+
+
 # ------------------------------------------------------------------ one holder
 
 
@@ -226,15 +378,15 @@ def test_what_does_not_fit_is_taken_back(
 ) -> None:
     folder.create("x")
     folder.append("x", b"kept")
-    real = os.write
+    real = os.pwrite
 
-    def full(fd: int, data: bytes) -> int:
+    def full(fd: int, data: bytes, at: int) -> int:
         """Takes some, then says that the disk is full, as the kernel does."""
         if len(data) > 3:
-            return real(fd, data[:3])
+            return real(fd, data[:3], at)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(NoSpace, match="No space left"):
         folder.append("x", b"too much")
     monkeypatch.undo()

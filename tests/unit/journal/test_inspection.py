@@ -20,6 +20,7 @@ def history(entries: int = 30) -> MemoryStorage:
     journal, _ = opened(storage, 300)
     for n in range(1, entries + 1):
         write(storage, journal, [payload(n)])
+    journal.trim()
     write_snapshot(storage, 20, GROUP, [b"state", b"more"])
     tidy(storage, snapshot_index=20, now_wall=5, keep_ns=5, keep_bytes=1 << 30)
     return storage
@@ -154,6 +155,8 @@ def test_reading_a_live_journal_sees_whole_entries_only() -> None:
     append = journal.advance(0).append
     assert append is not None
     perform(storage, append)
+    journal.persisted(append.upto)
+    journal.trim()
     storage.truncate(append.file, storage.size(append.file) - 10)
 
     assert list(dump(storage)) == [(1, b"a")]
@@ -168,3 +171,53 @@ def test_a_file_that_cannot_be_read_is_a_problem() -> None:
 
     assert not report.ok
     assert {problem.file for problem in report.problems} == set(history().names())
+
+
+class ReadInParts(MemoryStorage):
+    """A broker appends while somebody reads: the first look has an old page before a newer one."""
+
+    def __init__(self, files: dict[str, bytes], name: str, stale: slice) -> None:
+        super().__init__(files)
+        self._name, self._stale = name, stale
+
+    def read(self, name: str, offset: int = 0, size: int = -1) -> bytes:
+        data = bytearray(super().read(name, offset, size))
+        if name == self._name and size < 0 and self._stale.start < len(data):
+            data[self._stale] = bytes(len(data[self._stale]))
+            self._stale = slice(1 << 30, 1 << 30)
+        return bytes(data)
+
+
+def test_a_page_read_before_it_was_written_is_not_taken_for_damage() -> None:
+    storage = MemoryStorage()
+    journal, _ = opened(storage)
+    for n in range(1, 100):
+        write(storage, journal, [payload(n)])
+    name = storage.names()[0]
+
+    def in_parts() -> MemoryStorage:
+        return ReadInParts(files_of(storage), name, slice(1024, 2048))
+
+    assert verify(in_parts()).ok
+    assert len(list(dump(in_parts()))) == 99
+
+
+def test_the_room_of_the_open_segment_is_nothing_and_of_a_closed_one_a_problem() -> None:
+    storage = MemoryStorage()
+    journal, _ = opened(storage)
+    write(storage, journal, [b"a"])
+    report = verify(storage)
+    assert storage.size(storage.names()[0]) > 1000
+    assert report.ok
+    assert report.files[0].notes == []
+    assert list(dump(storage)) == [(1, b"a")]
+
+    closed = storage.names()[0]
+    room = files_of(storage)[closed]
+    journal.roll()
+    write(storage, journal, [b"b"])
+    broken = MemoryStorage({**files_of(storage), closed: room})
+
+    assert [problem.file for problem in verify(broken).problems] == [closed]
+    with pytest.raises(CorruptJournal, match="zeros follow its last record"):
+        list(dump(broken))

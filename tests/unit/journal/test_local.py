@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tests.unit.journal.disks import (
     DEATHS,
@@ -15,10 +17,12 @@ from tests.unit.journal.disks import (
     write,
 )
 
+from ekiden import limits
 from ekiden.errors import CorruptJournal, NoSpace, VersionMismatch
 from ekiden.journal import records
-from ekiden.journal.journal import Journal
+from ekiden.journal.journal import Append, Journal
 from ekiden.journal.local import LocalJournal, newest_snapshot, perform, recover_upto
+from ekiden.journal.records import HEADER_BYTES, RECORD_BYTES, scan
 from ekiden.journal.segments import list_segments
 from ekiden.journal.snapshots import snapshot_name, write_snapshot
 from ekiden.journal.storage import MemoryStorage
@@ -30,6 +34,7 @@ def filled(entries: int, *, segment_bytes: int = 400) -> MemoryStorage:
     journal, _ = opened(storage, segment_bytes)
     for start in range(1, entries + 1, 3):
         write(storage, journal, map(payload, range(start, min(start + 3, entries + 1))))
+    journal.trim()
     return storage
 
 
@@ -143,12 +148,13 @@ def test_roll_does_nothing_to_an_empty_journal() -> None:
 # ------------------------------------------------------------------ torn and damaged
 
 
-def test_a_journal_cut_at_every_byte_of_its_last_records_recovers() -> None:
+@pytest.mark.parametrize("room", [0, 1, 700])
+def test_a_journal_cut_at_every_byte_of_its_last_records_recovers(room: int) -> None:
     storage = filled(30)
     whole = files_of(storage)
     last = list_segments(storage)[-1]
-    for size in range(len(whole[last.name])):
-        cut = MemoryStorage({**whole, last.name: whole[last.name][:size]})
+    for size in range(0 if not room else HEADER_BYTES, len(whole[last.name])):
+        cut = MemoryStorage({**whole, last.name: whole[last.name][:size] + bytes(room)})
 
         journal, recovery = opened(cut)
         entries = list(recovery.entries())
@@ -252,6 +258,124 @@ def test_damage_to_entries_a_snapshot_says_were_synced_is_not_cut() -> None:
 
     with pytest.raises(CorruptJournal, match="synced entries are damaged"):
         opened(MemoryStorage(files))
+
+
+# ------------------------------------------------------------------ room behind the end
+
+
+def appended(journal: LocalJournal, data: bytes) -> Append:
+    journal.propose(data)
+    append = journal.advance(0).append
+    assert append is not None
+    return append
+
+
+def test_room_is_asked_for_once_for_many_appends_and_never_beyond_the_segment() -> None:
+    storage = MemoryStorage()
+    journal, _ = LocalJournal.open(
+        storage, now=0, segment_bytes=2500, reserve_bytes=1000, group=GROUP
+    )
+    asked, sizes = [], []
+    for _ in range(30):
+        append = appended(journal, b"x" * 80)
+        perform(storage, append)
+        journal.persisted(append.upto)
+        asked.append(append.reserve)
+        sizes.append(storage.size(append.file))
+
+    assert [size for size in asked if size] == [1000, 1000, 460, 1000]
+    # The last append of a segment goes beyond its size, as it always did.
+    assert sizes == [1040] * 10 + [2040] * 10 + [2500] * 4 + [2540] + [1040] * 5
+
+
+def test_a_large_append_asks_for_no_room() -> None:
+    journal, _ = opened(MemoryStorage())
+
+    assert appended(journal, bytes(limits.INLINE_SYNC_BYTES)).reserve == 0
+
+
+def test_room_that_went_with_an_append_that_found_no_space_is_asked_for_again() -> None:
+    disk = SmallDisk(1 << 20)
+    journal, _ = opened(disk)
+    write(disk, journal, [b"a"])
+    assert appended(journal, b"b").reserve == 0
+    journal.withdraw()
+
+    assert appended(journal, b"b").reserve > 0
+
+
+def test_a_closed_segment_has_no_room() -> None:
+    storage = MemoryStorage()
+    journal, _ = opened(storage)
+    write(storage, journal, [b"a"])
+    journal.roll()
+    write(storage, journal, [b"b"])
+    journal.trim()
+
+    assert [storage.size(name) for name in storage.names()] == [HEADER_BYTES + RECORD_BYTES + 1] * 2
+    write(storage, journal, [b"c"])
+    assert [data for _, data in opened(storage)[1].entries()] == [b"a", b"b", b"c"]
+
+
+def test_room_that_a_kill_left_is_cut_without_a_word_and_appended_to_where_it_began() -> None:
+    storage = MemoryStorage()
+    journal, _ = opened(storage)
+    write(storage, journal, [b"a", b""])
+    killed = MemoryStorage(files_of(storage))
+
+    journal, recovery = opened(killed)
+
+    assert recovery.torn == []
+    assert killed.size(killed.names()[0]) == HEADER_BYTES + 2 * RECORD_BYTES + 1
+    write(killed, journal, [b"b"])
+    _, again = opened(MemoryStorage(files_of(killed)))
+    assert [data for _, data in again.entries()] == [b"a", b"", b"b"]
+    assert again.torn == []
+
+
+def test_room_in_a_closed_segment_is_damage() -> None:
+    files = files_of(filled(30))
+    first, before_last = min(files), sorted(files)[-2]
+
+    for name in (first, before_last):
+        broken = MemoryStorage({**files, name: files[name] + bytes(500)})
+        with pytest.raises(CorruptJournal, match="500 zeros follow its last record"):
+            list(opened(broken)[1].entries())
+
+
+def test_room_before_a_segment_that_was_being_made_is_damage() -> None:
+    files = files_of(filled(3))
+    name = min(files)
+    broken = MemoryStorage({name: files[name] + bytes(9), "segment-00000000000000000004.log": b""})
+
+    with pytest.raises(CorruptJournal, match="9 zeros follow its last record"):
+        opened(broken)
+
+
+def test_zeros_where_entries_of_a_snapshot_should_be_are_damage() -> None:
+    storage = filled(6, segment_bytes=1 << 20)
+    write_snapshot(storage, 6, GROUP, [b"state"])
+    name = list_segments(storage)[0].name
+    files = files_of(storage)
+    *_, last = scan(files[name])
+    files[name] = files[name][: last.offset].ljust(len(files[name]), b"\0")
+
+    with pytest.raises(CorruptJournal, match="synced entries are damaged"):
+        opened(MemoryStorage(files))
+
+
+def test_much_room_is_passed_over_quickly() -> None:
+    """Eight MiB of zeros, looked at one by one in Python, would take seconds."""
+    files = files_of(filled(3))
+    name = min(files)
+    for torn in (b"", b"\x90\x01half a record"):
+        storage = MemoryStorage({name: files[name] + torn + bytes(8 << 20)})
+        began = time.perf_counter()
+        _, recovery = opened(storage)
+
+        assert time.perf_counter() - began < 1
+        assert len(list(recovery.entries())) == 3
+        assert len(recovery.torn) == bool(torn)
 
 
 # ------------------------------------------------------------------ snapshots

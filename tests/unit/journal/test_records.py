@@ -54,27 +54,30 @@ def test_a_segment_cut_at_any_byte_yields_its_whole_records_and_calls_the_rest_t
         whole = sum(end <= size for end in ends[1:])
         assert [record.payload for record in found] == payloads[:whole]
         assert found.end == ends[whole]
-        assert bool(found.torn) == (size != ends[whole])
+        assert bool(found.torn) == any(data[ends[whole] : size])
+        assert found.blank == (0 if found.torn else size - ends[whole])
 
 
 @pytest.mark.parametrize("zeros", [1, 19, 20, 511, 4096, 100_000])
-def test_a_tail_of_zeros_is_torn(zeros: int) -> None:
+def test_a_tail_of_zeros_is_blank_and_no_news(zeros: int) -> None:
     data = segment([b"a"], [b"b"])
 
     found = scan(data + bytes(zeros))
 
     assert [record.payload for record in found] == [b"a", b"b"]
-    assert found.torn and found.end == len(data)
+    assert (found.torn, found.blank, found.end) == ("", zeros, len(data))
+    assert found.unsound
 
 
-def test_no_flipped_bit_ever_yields_a_wrong_record() -> None:
+@pytest.mark.parametrize("room", [0, 700])
+def test_no_flipped_bit_ever_yields_a_wrong_record(room: int) -> None:
     payloads = [bytes([n]) * (n * 37 % 400) for n in range(1, 22)]
     data = segment(*[[payload] for payload in payloads])
     last_append = len(data) - RECORD_BYTES - len(payloads[-1])
     assert 4000 <= len(data) <= 6000
 
     for bit in range(len(data) * 8):
-        flipped = bytearray(data)
+        flipped = bytearray(data + bytes(room))
         flipped[bit // 8] ^= 1 << bit % 8
         seen: list[bytes] = []
         try:
@@ -116,9 +119,10 @@ def test_a_hole_of_zeros_in_the_last_append_is_torn() -> None:
     assert found.torn and found.end < start + 512
 
 
+@pytest.mark.parametrize("room", [0, 5000])
 @pytest.mark.parametrize("sector", range(8))
 def test_any_lost_sector_of_the_last_append_is_torn_and_of_an_earlier_one_damage(
-    sector: int,
+    sector: int, room: int
 ) -> None:
     last = segment([b"p" * 90] * 40)
     earlier = segment([b"p" * 90] * 40, [b"q"])
@@ -126,7 +130,7 @@ def test_any_lost_sector_of_the_last_append_is_torn_and_of_an_earlier_one_damage
     end = min((sector + 1) * 512, len(last))
 
     def holed(data: bytes) -> bytes:
-        return data[:start] + bytes(end - start) + data[end:]
+        return data[:start] + bytes(end - start) + data[end:] + bytes(room)
 
     found = scan(holed(last))
     assert all(record.payload == b"p" * 90 for record in found)
@@ -188,7 +192,10 @@ def test_a_newer_version_is_refused_and_says_so(monkeypatch: pytest.MonkeyPatch)
     data = segment([b"a"])
     monkeypatch.undo()
 
-    with pytest.raises(VersionMismatch, match="journal version 3, this release reads up to 2"):
+    with pytest.raises(
+        VersionMismatch,
+        match=rf"journal version {records.JOURNAL_VERSION + 1}, this release reads up to {records.JOURNAL_VERSION}",
+    ):
         scan(data, file="f")
 
 
