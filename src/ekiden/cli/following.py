@@ -244,6 +244,8 @@ class Follower:
 
     def _interrupted(self, _number: int, _frame: Any) -> None:
         """Between two steps of the interpreter: nothing here may wait."""
+        # The moment first: `_over` may look before `_leave` had its turn, and the grace counts.
+        self._left_at = monotonic()
         self._interrupts += 1
         if self._interrupts > 2:
             raise KeyboardInterrupt
@@ -251,7 +253,6 @@ class Follower:
 
     def _leave(self) -> None:
         """The first Ctrl-C."""
-        self._left_at = monotonic()
         self._ticker.wipe()
         left = self._counts.total - self._feeder.handed
         what = "detaching"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 import ekiden.testing
-from ekiden.cli import saving, showing
+from ekiden.cli import following, jobs, output, saving, showing
 from ekiden.cli.feeding import Attaching, Submitting
 from ekiden.cli.following import Follower, Wishes
 from ekiden.cli.inputs import Entry, make_entries
@@ -213,6 +214,24 @@ def test_a_file_that_the_program_calls_stdout_stays_its_own(runs: Runs) -> None:
     runs.run("echo mine >stdout; echo said", ["a"])
 
     assert runs.saved() == {"a/stdout": "mine\n", "a/stdout.1": "said\n"}
+
+
+def test_ctrl_c_while_an_output_is_printed_leaves_time_for_a_second_one(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_interrupted(_data: bytes) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(output, "write_output", write_interrupted)
+    monkeypatch.setattr(following, "GRACE_S", 0.2)
+
+    code = runs.run("[ $1 = first ] && echo $1 || exec sleep 3600", ["first", "second"])
+
+    told = capsys.readouterr().err
+    assert code == 130
+    assert "Ctrl-C again within" in told
+    assert f"come back with: ekiden attach {runs.name}-1" in told
+    jobs.change(runs.client, "cancel", None, {"run": f"{runs.name}-1", "live": True})
 
 
 def test_every_end_is_a_line_of_json_and_the_last_sums_up(
