@@ -347,6 +347,9 @@ class Follower:
         if self._counts.of(saving.FAILED):
             again = f"ekiden dlq replay --run {self._run}; ekiden attach {self._run}"
             output.say(f"run the failed ones again: {again}")
+        if self._counts.of(saving.UNSAVED):
+            again = f"ekiden attach {self._run} --out DIR"
+            output.say(f"try again to save what could not be, here or elsewhere: {again}")
         if self._counts.of(saving.MISSING):
             output.say(
                 "not handed over: the machine that began the run did not get that far; the same "

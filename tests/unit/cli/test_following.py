@@ -216,6 +216,18 @@ def test_a_file_that_the_program_calls_stdout_stays_its_own(runs: Runs) -> None:
     assert runs.saved() == {"a/stdout": "mine\n", "a/stdout.1": "said\n"}
 
 
+def test_outputs_that_find_no_room_are_said_to_be_had_again(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.out.write_text("a file where a folder should be")
+
+    code = runs.run("echo $1", ["a"])
+
+    assert code == 1
+    assert f"ekiden attach {runs.name}-1 --out DIR" in capsys.readouterr().err
+    assert runs.attach(f"{runs.name}-1", out=runs.out.with_name("elsewhere")) == 0
+
+
 def test_ctrl_c_while_an_output_is_printed_leaves_time_for_a_second_one(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
