@@ -228,6 +228,14 @@ def test_outputs_that_find_no_room_are_said_to_be_had_again(
     assert runs.attach(f"{runs.name}-1", out=runs.out.with_name("elsewhere")) == 0
 
 
+def test_a_list_of_files_that_is_no_text_ends_no_run(runs: Runs) -> None:
+    (runs.out / "a").mkdir(parents=True)
+    (runs.out / "a" / INDEX).write_bytes(b"\xff\xfe\n")
+
+    assert runs.run("echo x >\u65e5\u672c", ["a"]) == 0
+    assert (runs.out / "a" / INDEX).read_bytes() == "\u65e5\u672c\n".encode()
+
+
 def test_ctrl_c_while_an_output_is_printed_leaves_time_for_a_second_one(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
