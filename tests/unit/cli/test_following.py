@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +253,17 @@ def test_ctrl_c_while_an_output_is_printed_leaves_time_for_a_second_one(
     assert "Ctrl-C again within" in told
     assert f"come back with: ekiden attach {runs.name}-1" in told
     jobs.change(runs.client, "cancel", None, {"run": f"{runs.name}-1", "live": True})
+
+
+def test_what_a_short_run_took_is_told_in_plain_numbers(
+    runs: Runs, grid: Grid, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.run("exit 0", ["a"])
+    capsys.readouterr()
+
+    jobs.show_command(f"{runs.name}-1.1", grid.address, grid.key_file)
+
+    assert re.search(r"usage +ran \d+\.\d m?s, CPU \d+\.\d m?s, memory ", capsys.readouterr().out)
 
 
 def test_every_end_is_a_line_of_json_and_the_last_sums_up(
