@@ -244,6 +244,8 @@ class Follower:
 
     def _interrupted(self, _number: int, _frame: Any) -> None:
         """Between two steps of the interpreter: nothing here may wait."""
+        # The moment first: `_over` may look before `_leave` had its turn, and the grace counts.
+        self._left_at = monotonic()
         self._interrupts += 1
         if self._interrupts > 2:
             raise KeyboardInterrupt
@@ -251,7 +253,6 @@ class Follower:
 
     def _leave(self) -> None:
         """The first Ctrl-C."""
-        self._left_at = monotonic()
         self._ticker.wipe()
         left = self._counts.total - self._feeder.handed
         what = "detaching"
@@ -346,6 +347,9 @@ class Follower:
         if self._counts.of(saving.FAILED):
             again = f"ekiden dlq replay --run {self._run}; ekiden attach {self._run}"
             output.say(f"run the failed ones again: {again}")
+        if self._counts.of(saving.UNSAVED):
+            again = f"ekiden attach {self._run} --out DIR"
+            output.say(f"try again to save what could not be, here or elsewhere: {again}")
         if self._counts.of(saving.MISSING):
             output.say(
                 "not handed over: the machine that began the run did not get that far; the same "

@@ -162,9 +162,9 @@ def _usage(run: dict[str, Any]) -> str:
     """What a run took, as far as it was measured."""
     if not run.get("ran_s"):
         return ""
-    parts = [f"ran {run['ran_s']:.3g} s"]
+    parts = [f"ran {output.span(run['ran_s'])}"]
     if run["cpu_s"]:
-        parts.append(f"CPU {run['cpu_s']:.3g} s")
+        parts.append(f"CPU {output.span(run['cpu_s'])}")
     if run["peak_mb"]:
         parts.append(f"memory {run['peak_mb']:.0f} MB")
     return ", ".join(parts)

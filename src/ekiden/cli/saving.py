@@ -185,7 +185,8 @@ def _clear(folder: Path) -> None:
     beside today's failure."""
     index = folder / INDEX
     try:
-        names = index.read_text().splitlines()
+        # Written by us, in whatever locale; or by somebody else, and no reason to end a run.
+        names = index.read_text("utf-8", "replace").splitlines()
     except OSError:
         names = []
     for name in [*names, "stdout", "stderr", INDEX]:
@@ -196,7 +197,7 @@ def _clear(folder: Path) -> None:
 def _note_files(folder: Path, names: list[str]) -> None:
     """So that they can be told from what somebody else put there."""
     if names:
-        (folder / INDEX).write_text("".join(f"{name}\n" for name in names))
+        (folder / INDEX).write_text("".join(f"{name}\n" for name in names), "utf-8")
 
 
 def _write_some(path: Path, data: bytes) -> None:

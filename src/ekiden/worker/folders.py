@@ -134,7 +134,7 @@ def find_outputs(
         )
     found: dict[str, Found] = {}
     for name, status in files:
-        shared = check_file_name(unicodedata.normalize("NFC", name))
+        shared = _shared_name(name)
         if shared in found:
             raise BadName(f"two output files have the name {shown(shared)}")
         if not status.st_mode & stat.S_IRUSR and not os.access(Path(root, name), os.R_OK):
@@ -229,6 +229,18 @@ def ends_of(data: bytes, limit: int) -> bytes:
 
 def _joined(head: bytes, left_out: int, tail: bytes) -> bytes:
     return b"%b\n[... %d bytes left out ...]\n%b" % (head, left_out, tail)
+
+
+def _shared_name(name: str) -> str:
+    """What a file is called outside of the folder. Who wrote it sees its name but not our grammar,
+    so what to do about it is said in their words."""
+    try:
+        return check_file_name(unicodedata.normalize("NFC", name))
+    except BadName as error:
+        raise BadName(
+            f"it left an output that cannot be brought back: {error.message}",
+            remedy="rename it, or declare outputs without it",
+        ) from None
 
 
 def _stamp(status: os.stat_result) -> Stamp:

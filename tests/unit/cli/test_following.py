@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import msgspec
 import pytest
 
 import ekiden.testing
-from ekiden.cli import saving, showing
+from ekiden.cli import following, jobs, output, saving, showing
 from ekiden.cli.feeding import Attaching, Submitting
 from ekiden.cli.following import Follower, Wishes
 from ekiden.cli.inputs import Entry, make_entries
@@ -213,6 +215,55 @@ def test_a_file_that_the_program_calls_stdout_stays_its_own(runs: Runs) -> None:
     runs.run("echo mine >stdout; echo said", ["a"])
 
     assert runs.saved() == {"a/stdout": "mine\n", "a/stdout.1": "said\n"}
+
+
+def test_outputs_that_find_no_room_are_said_to_be_had_again(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.out.write_text("a file where a folder should be")
+
+    code = runs.run("echo $1", ["a"])
+
+    assert code == 1
+    assert f"ekiden attach {runs.name}-1 --out DIR" in capsys.readouterr().err
+    assert runs.attach(f"{runs.name}-1", out=runs.out.with_name("elsewhere")) == 0
+
+
+def test_a_list_of_files_that_is_no_text_ends_no_run(runs: Runs) -> None:
+    (runs.out / "a").mkdir(parents=True)
+    (runs.out / "a" / INDEX).write_bytes(b"\xff\xfe\n")
+
+    assert runs.run("echo x >\u65e5\u672c", ["a"]) == 0
+    assert (runs.out / "a" / INDEX).read_bytes() == "\u65e5\u672c\n".encode()
+
+
+def test_ctrl_c_while_an_output_is_printed_leaves_time_for_a_second_one(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_interrupted(_data: bytes) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(output, "write_output", write_interrupted)
+    monkeypatch.setattr(following, "GRACE_S", 0.2)
+
+    code = runs.run("[ $1 = first ] && echo $1 || exec sleep 3600", ["first", "second"])
+
+    told = capsys.readouterr().err
+    assert code == 130
+    assert "Ctrl-C again within" in told
+    assert f"come back with: ekiden attach {runs.name}-1" in told
+    jobs.change(runs.client, "cancel", None, {"run": f"{runs.name}-1", "live": True})
+
+
+def test_what_a_short_run_took_is_told_in_plain_numbers(
+    runs: Runs, grid: Grid, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs.run("exit 0", ["a"])
+    capsys.readouterr()
+
+    jobs.show_command(f"{runs.name}-1.1", grid.address, grid.key_file)
+
+    assert re.search(r"usage +ran \d+\.\d m?s, CPU \d+\.\d m?s, memory ", capsys.readouterr().out)
 
 
 def test_every_end_is_a_line_of_json_and_the_last_sums_up(

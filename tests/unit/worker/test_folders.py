@@ -148,6 +148,13 @@ def test_a_name_no_system_should_see_is_refused(tmp_path: Path) -> None:
             folders.find_outputs(os.fsdecode(root), None, {})
 
 
+def test_an_output_of_a_bad_name_is_said_to_be_an_output(tmp_path: Path) -> None:
+    (tmp_path / "12:30.csv").touch()
+
+    with pytest.raises(BadName, match=r"an output .*'12:30.csv' has a colon.*; rename it, or "):
+        folders.find_outputs(str(tmp_path), None, {})
+
+
 def test_too_many_and_too_deep_outputs_are_refused(tmp_path: Path) -> None:
     many = tmp_path / "many"
     many.mkdir()
