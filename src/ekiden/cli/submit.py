@@ -112,8 +112,8 @@ def submit(
     examples:
       # Run the built-in echo and wait for its output.
       $ ekiden submit --wait echo --payload hello
-      # Arguments after '--' go to the job as they are.
-      $ ekiden submit --wait pricer -- --mode fast
+      # JSON to a handler or a warm service; for a program see: ekiden run --help
+      $ ekiden submit --wait pricer --payload '{"trade": 7}'
       # One job per line; under an id of yours, sending again changes nothing.
       $ ekiden submit price --lines trades.txt --id night-0517 --run night
       # Wait for them later, or elsewhere.

@@ -89,7 +89,8 @@ class Catalogue:
         self._config = config
         self._scratch = scratch
         self._trees = trees
-        self._verified: dict[str, tuple[int, ...]] = {}
+        self._verified: dict[tuple[str, str], tuple[int, ...]] = {}
+        """What a file was like when it was found to have that hash."""
         self._on_path: dict[str, str] = {}
         self._bwrap = _bwrap_path() if config.sandbox else ""
         self._env = _own_env(config.env_pass)
@@ -149,7 +150,9 @@ class Catalogue:
 
     def is_verified(self, found: Found) -> bool:
         """Whether the content of the file is known to be as the owner said. Cheap."""
-        return not found.sha256 or self._verified.get(found.path) == _state(found.path)
+        return not found.sha256 or self._verified.get((found.path, found.sha256)) == _state(
+            found.path
+        )
 
     def verify(self, found: Found) -> None:
         """Read the file and compare. Raises CannotStart. Blocks."""
@@ -169,7 +172,7 @@ class Catalogue:
                 f"its SHA-256 is {digest.hexdigest()}",
                 remedy="restore it, or list its new SHA-256",
             )
-        self._verified[found.path] = state
+        self._verified[found.path, found.sha256] = state
 
     # -------------------------------------------------------------- surroundings
 

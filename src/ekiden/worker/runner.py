@@ -466,13 +466,20 @@ def _detail_of(error: Exception) -> bytes:
     # Half the room is for the exception; of a long trace the end says most.
     text = text[-limits.DETAIL_BYTES_MAX // 2 :].encode("utf-8", "replace").decode()
     try:
-        bare = _copy_of(error)
-        data = pickle.dumps((bare, text), _PROTOCOL)
-        if b"__main__" in data:
-            data = _by_value((bare, text))
+        data = _named_or_whole((_copy_of(error), text))
     except Exception:  # noqa: BLE001  (an exception with something in it that does not travel)
         return b""
     return data if len(data) <= limits.DETAIL_BYTES_MAX else b""
+
+
+def _named_or_whole(value: Any) -> bytes:
+    """Pickled by name where the other side knows the name: a class that came with the function, or
+    was made by it, is known by that name nowhere."""
+    try:
+        data = pickle.dumps(value, _PROTOCOL)
+    except Exception:  # noqa: BLE001  (as a class does that cannot be found under its name)
+        return _by_value(value)
+    return _by_value(value) if b"__main__" in data else data
 
 
 def _copy_of(error: Exception) -> Exception:

@@ -88,3 +88,12 @@ def test_a_client_and_how_to_make_one_contradict_each_other(grid: ekiden.testing
 def test_a_chunk_of_nothing_is_refused_like_everywhere(grid: ekiden.testing.Grid) -> None:
     with pytest.raises(ValueError, match="chunksize"):
         ekiden.Executor(client=grid.client).map(len, ["a"], chunksize=0)
+
+
+def test_a_number_of_processes_is_taken_by_name_and_refused_as_an_address(
+    grid: ekiden.testing.Grid,
+) -> None:
+    ekiden.Executor(client=grid.client, max_workers=4).shutdown()
+
+    with pytest.raises(errors.WrongUsage, match="up to the workers"):
+        ekiden.Executor(4)  # type: ignore[arg-type]

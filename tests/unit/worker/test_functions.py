@@ -81,6 +81,31 @@ def test_an_exception_comes_back_as_itself_with_where_it_was_raised(tmp_path: Pa
     drive(scenario)
 
 
+def test_an_exception_of_a_class_of_the_callers_own_comes_back_as_that_very_class(
+    tmp_path: Path,
+) -> None:
+    class Plain(Exception):
+        pass
+
+    # As in a script: the runner's __main__ knows nothing of it.
+    Plain.__module__, Plain.__qualname__ = "__main__", "Plain"
+
+    def fails() -> None:
+        raise Plain("no price", 7)
+
+    async def scenario() -> None:
+        async with functions(tmp_path, 1) as it:
+            it.call(1, fails, [()])
+            await it.until(lambda: it.settled == 1)
+
+            error, text = pickle.loads(it.failures[1, 0].detail)
+            assert type(error) is Plain
+            assert error.args == ("no price", 7)
+            assert "in fails" in text
+
+    drive(scenario)
+
+
 def test_an_exception_too_large_or_unpicklable_comes_back_as_text(tmp_path: Path) -> None:
     def raise_large() -> None:
         raise ValueError("x" * limits.DETAIL_BYTES_MAX)

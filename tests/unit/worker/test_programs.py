@@ -594,6 +594,29 @@ async def test_only_a_file_of_the_listed_content_is_started(tmp_path: Path) -> N
 
 
 @on_a_loop
+async def test_a_file_that_one_name_has_verified_is_verified_anew_for_another(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "it"
+    script.write_text("#!/bin/sh\necho good\n")
+    script.chmod(0o755)
+    good = hashlib.sha256(script.read_bytes()).hexdigest()
+    config = ProgramConfig(
+        executables={
+            "right": Executable(str(script), good),
+            "wrong": Executable(str(script), "0" * 64),
+        }
+    )
+    async with bench(tmp_path, config) as it:
+        right = await it.one(Program("right"))
+        wrong = await it.one(Program("wrong"))
+
+        assert right.stdout.data == b"good\n"
+        assert wrong.cause == "cannot_start"
+        assert "SHA-256" in wrong.message
+
+
+@on_a_loop
 async def test_a_shipped_program_runs_where_any_may(tmp_path: Path) -> None:
     script = inline("bin/go.sh", b'#!/bin/sh\necho "$0" went\n')
     async with bench(tmp_path) as it:
