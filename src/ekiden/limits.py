@@ -99,6 +99,10 @@ CONNECTIONS_MAX: Final = 10_000
 # job's message behind it on a line of 1 Gbit/s waits 2 ms.
 BLOB_PART_BYTES: Final = 256 << 10
 
+# On a connection that does not leave the machine nothing waits for a line, and what is done for
+# each part costs as much as moving its bytes: as much as fits a frame with its names.
+BLOB_LOCAL_PART_BYTES: Final = 960 << 10
+
 # Parts of one transfer asked for and not yet written: one on the way, one being written, and some
 # slack for either. Of all transfers of a connection together twice as many, so that what lies in
 # front of the ledger's messages, and in memory, does not grow with the number of transfers.

@@ -332,12 +332,14 @@ class Store:
         self._effects.append(BeginBlob(upload.number, upload.blob, upload.size))
 
     def _pull_parts(self, upload: _Upload, now: Instant) -> None:
+        part, codecs = limits.BLOB_PART_BYTES, self._codecs
+        if is_loopback(upload.peer.address):
+            part, codecs = limits.BLOB_LOCAL_PART_BYTES, ""
         share = limits.BLOB_CONNECTION_PARTS // len(self._uploads_of[upload.peer])
-        window = max(1, min(limits.BLOB_WINDOW_PARTS, share)) * limits.BLOB_PART_BYTES
+        window = max(1, min(limits.BLOB_WINDOW_PARTS, share)) * part
         while upload.asked < min(upload.size, upload.written + window):
-            length = min(limits.BLOB_PART_BYTES, upload.size - upload.asked)
+            length = min(part, upload.size - upload.asked)
             number = self._number()
-            codecs = "" if is_loopback(upload.peer.address) else self._codecs
             pull = m.BlobPull(upload.blob, upload.asked, length, codecs)
             upload.peer.send_frame(encode_frame(pull, number, upload.offer))
             if not upload.pulls:
@@ -444,10 +446,10 @@ class Store:
 
     def _pull(self, peer: Peer, msg_id: int, message: m.BlobPull) -> None:
         self._check_may(peer, message.blob)
-        if message.offset < 0 or not 0 < message.length <= limits.BLOB_PART_BYTES:
+        if message.offset < 0 or not 0 < message.length <= limits.BLOB_LOCAL_PART_BYTES:
             raise BadRequest(
                 f"a part of {message.length:,} bytes at {message.offset:,}",
-                remedy=f"ask for 1 to {limits.BLOB_PART_BYTES:,} bytes",
+                remedy=f"ask for 1 to {limits.BLOB_LOCAL_PART_BYTES:,} bytes",
             )
         if self._asked.of(peer) >= limits.BLOB_PULLS_PER_CONNECTION:
             raise QueueFull("too many parts are asked for", remedy="wait for some to come")

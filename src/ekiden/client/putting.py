@@ -65,8 +65,8 @@ _PUTS: Final = limits.BLOB_TRANSFERS_MAX
 _LOOKED_AT: Final = 4
 
 # Between two looks at how far the workers are.
-_LOOK_FIRST_S: Final = 0.2
-_LOOK_MAX_S: Final = 1.0
+_LOOK_FIRST_S: Final = 0.05
+_LOOK_MAX_S: Final = 0.5
 
 # A worker that failed before says within so long that it tries again.
 _STALE_S: Final = 2.0
@@ -314,7 +314,7 @@ class Putting:
             if not self._order.wait or left_s <= 0 or over:
                 return
             await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(pause_s * 1.5, _LOOK_MAX_S)
+            pause_s = min(pause_s * 1.3, _LOOK_MAX_S)
 
     # -------------------------------------------------------------- for those who watch
 

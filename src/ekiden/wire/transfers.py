@@ -380,7 +380,8 @@ class Transfers:
             self._say_no(msg_id, "nothing of that name is on offer")
             return
         inside = 0 <= pull.offset < pull.offset + pull.length <= upload.size
-        if not inside or pull.length > limits.BLOB_PART_BYTES or len(upload.pulls) >= _PULLS_MAX:
+        most = limits.BLOB_LOCAL_PART_BYTES
+        if not inside or pull.length > most or len(upload.pulls) >= _PULLS_MAX:
             self._say_no(msg_id, f"{pull.length:,} bytes at {pull.offset:,} cannot be had")
             return
         upload.pulls.append((msg_id, pull.offset))

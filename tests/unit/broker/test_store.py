@@ -34,6 +34,7 @@ from ekiden.model.caches import CacheUse
 from ekiden.wire import messages as m
 
 PART = limits.BLOB_PART_BYTES
+MOST = limits.BLOB_LOCAL_PART_BYTES
 WINDOW = limits.BLOB_WINDOW_PARTS
 
 
@@ -310,7 +311,7 @@ def test_a_part_that_cannot_be_had_is_refused(shop: Shop) -> None:
     assert (corr, refusal.code) == (number, "unknown_blob")
 
 
-@pytest.mark.parametrize(("offset", "length"), [(-1, 5), (0, 0), (0, -1), (0, PART + 1)])
+@pytest.mark.parametrize(("offset", "length"), [(-1, 5), (0, 0), (0, -1), (0, MOST + 1)])
 def test_a_pull_out_of_bounds_is_refused(shop: Shop, offset: int, length: int) -> None:
     ann = shop.client()
     ann.say(m.BlobPull(blob(), offset, length))

@@ -83,7 +83,7 @@ def test_the_limits_are_the_ones_in_force() -> None:
     for value in (
         limits.FRAME_BYTES_MAX_BEFORE_HELLO, limits.FRAME_BYTES_MAX, limits.BATCH_JOBS_MAX,
         limits.PAYLOAD_BYTES_MAX, limits.OUTBOX_BYTES_MAX, limits.SUBSCRIPTIONS_PER_CONNECTION,
-        limits.PATTERNS_PER_WORKER, limits.CONNECTIONS_MAX, limits.BLOB_PART_BYTES,
+        limits.PATTERNS_PER_WORKER, limits.CONNECTIONS_MAX, limits.BLOB_LOCAL_PART_BYTES,
         limits.BLOB_OFFERS_PER_CONNECTION, limits.BLOB_PULLS_PER_CONNECTION, limits.BLOB_BYTES_MAX,
     ):  # fmt: skip
         assert f"| {value:,} |" in table

@@ -551,6 +551,7 @@ def test_foreign_files_in_the_folder_are_left_alone(store: BlobFolder) -> None:
 def test_a_large_upload_is_synced_as_it_grows(
     store: BlobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(arrivals, "_sync_file_range", None)
     monkeypatch.setattr(arrivals, "_SYNC_BYTES", 10)
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -560,6 +561,33 @@ def test_a_large_upload_is_synced_as_it_grows(
         store.write(1, DATA[at : at + 5])
 
     assert len(synced) == 2
+
+
+def test_where_the_disk_can_be_told_to_begin_an_upload_does_not_wait_for_it(
+    store: BlobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        arrivals, "_sync_file_range", lambda _fd, at, size, _how: begun.append((at, size))
+    )
+    monkeypatch.setattr(arrivals, "_BEGIN_BYTES", 10)
+    monkeypatch.setattr(os, "fsync", lambda _fd: pytest.fail("waited"))
+
+    store.begin(1, BLOB, len(DATA))
+    for at in range(0, 20, 5):
+        store.write(1, DATA[at : at + 5])
+
+    assert begun == [(0, 10), (10, 10)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
+def test_the_disk_of_this_system_can_be_told_to_begin(tmp_path: Path) -> None:
+    assert arrivals._sync_file_range is not None
+    with (tmp_path / "file").open("wb") as file:
+        file.write(b"x" * 5000)
+        file.flush()
+
+        assert arrivals._sync_file_range(file.fileno(), 0, 5000, arrivals._BEGIN_WRITING) == 0
 
 
 def test_without_sync_nothing_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
