@@ -260,3 +260,56 @@ class Report(Struct):
     problems: list[Problem]
     files: list[File]
     notes: list[Any]
+
+
+# ------------------------------------------------------------------ caches
+
+
+class CacheWorker(Struct):
+    """How a worker stands with a cache."""
+
+    id: str
+    status: Literal["pending", "fetching", "ok", "skipped", "failed", "gone"]
+    text: str
+    done: int
+    total: int
+
+
+class CachePut(Struct):
+    """`cache put`."""
+
+    id: str
+    manifest: str
+    state: Literal["new", "same", "widened"]
+    files: int
+    bytes: int
+    sent_bytes: int
+    reached: int
+    of: int
+    ratio: float
+    seconds: float
+    workers: list[CacheWorker]
+
+
+class Cache(Struct):
+    """A line of `cache list`. `put` is wall nanoseconds."""
+
+    id: str
+    manifest: str
+    files: int
+    bytes: int
+    client: str
+    targets: list[str]
+    put: int
+    jobs: int
+    missing: int
+    ok: int
+    of: int
+
+
+class CachesRemoved(Struct):
+    """`cache rm`."""
+
+    removed: list[str]
+    in_use: list[str]
+    unknown: list[str]
