@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -412,20 +411,13 @@ def test_a_full_disk_is_told_and_leaves_nothing_half_done(tmp_path: Path) -> Non
     assert "make room on the disk" in done.stdout
 
 
-def test_thousands_of_files_are_laid_down_and_looked_at_quickly(tmp_path: Path) -> None:
+def test_thousands_of_files_in_many_folders_are_laid_down_and_found_sound(tmp_path: Path) -> None:
     folder = opened(tmp_path / "c")
     data = Data("d1", {f"d{at // 100}/f{at}": b"%d" % at for at in range(3_000)})
     build = data.begin(folder)
 
-    began = time.perf_counter()
     data.lay(folder, build)
     folder.finish(build)
-    laid_s = time.perf_counter() - began
-    began = time.perf_counter()
-    assert folder.check("d1") == []
-    checked_s = time.perf_counter() - began
 
-    # A quiet machine lays down 30,000 a second and looks at 300,000. One whose file system has just
-    # removed very many is far slower, so this is about the order of magnitude.
-    assert laid_s < 10
-    assert checked_s < 1
+    assert folder.check("d1") == []
+    assert (folder.trees / "d1" / "d29" / "f2999").read_bytes() == b"2999"
