@@ -420,4 +420,4 @@ def test_thousands_of_files_in_many_folders_are_laid_down_and_found_sound(tmp_pa
     folder.finish(build)
 
     assert folder.check("d1") == []
-    assert (folder.trees / "d1" / "d29" / "f2999").read_bytes() == b"2999"
+    assert Path(folder.trees, "d1", "d29", "f2999").read_bytes() == b"2999"
