@@ -47,6 +47,7 @@ from ekiden.core.commands import Settings
 from ekiden.errors import Closed, Fault
 from ekiden.limits import NS
 from ekiden.worker.handlers import Handlers
+from ekiden.worker.offers import Offers
 from ekiden.worker.serve import Worker
 from ekiden.world.disk import FolderStorage
 from ekiden.world.keys import ENV_KEY_FILE, KEY_FILE, make_broker_key
@@ -140,7 +141,10 @@ class Grid:
         """Another worker; `options` are those of `ekiden.Worker`."""
         name = f"worker-{len(self._workers) + 1}"
         address = self._running().address
-        options = {"worker_id": name, "key": self.key, **options}
+        offers = options.pop("offers", None) or Offers()
+        if offers.cache is None:
+            offers = msgspec.structs.replace(offers, cache=self.key_file.parent / f"cache-{name}")
+        options = {"worker_id": name, "key": self.key, "offers": offers, **options}
         worker = GridWorker(address, slots, **options)
         if any(other.begun for other in self._workers):
             worker.begin()
