@@ -177,19 +177,24 @@ class BrokerWorld:
                 self.driver.feed(AppendFailed(str(error)))
                 return
             took = time.monotonic() - began
+            self._storekeeper.journal_synced(took)
             if took > 0.005:
                 # A slow disk would make every peer wait for it: leave the loop free for a while.
                 self._busy_until = time.monotonic() + 1.0
             self.driver.feed(Persisted(append.upto))
             return
+        began = time.monotonic()
         work = self.driver.loop.run_in_executor(
             self._disk, lambda: perform(self.storage, append, sync=self._sync_now())
         )
-        work.add_done_callback(lambda done: self._appended(done, append))
+        work.add_done_callback(lambda done: self._appended(done, append, began if small else None))
 
-    def _appended(self, done: asyncio.Future[None], append: Append) -> None:
+    def _appended(self, done: asyncio.Future[None], append: Append, began: float | None) -> None:
+        """`began` is when, of an append that should not take long."""
         error = done.exception()
         if error is None:
+            if began is not None:
+                self._storekeeper.journal_synced(time.monotonic() - began)
             self.driver.feed(Persisted(append.upto))
         elif isinstance(error, NoSpace):
             self.driver.feed(AppendFailed(str(error)))

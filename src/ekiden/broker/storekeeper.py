@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,6 +52,11 @@ from ekiden.world.memory import keep_part_buffers
 # How often uploads that were set aside are looked at.
 TIDY_S: Final = 60.0
 
+# Files must not keep jobs waiting: after a sync of the journal that took longer than this, the next
+# part of a file is written as much later, so that the disk is the journal's about half of the time.
+SLOW_SYNC_S: Final = 0.003
+PAUSE_S_MAX: Final = 0.05
+
 
 class Storekeeper:
     """Performs the store's effects on a folder. Registers itself with `driver` for them."""
@@ -61,6 +67,8 @@ class Storekeeper:
         self._folder = folder
         self._quota = quota
         self._closed = False
+        self._pause_s = 0.0
+        """How long the next write is to wait, for the journal to have the disk."""
         self._holds = Holds()
         self._packer = Packer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="blobs")
@@ -93,6 +101,11 @@ class Storekeeper:
         self._reader.shutdown(wait=False)
         self._thread.submit(self._folder.close)
         self._thread.shutdown(wait=False)
+
+    def journal_synced(self, took_s: float) -> None:
+        """The journal has synced on the same disk, and it took so long."""
+        if took_s > SLOW_SYNC_S:
+            self._pause_s = min(took_s, PAUSE_S_MAX)
 
     def facts(self) -> dict[str, int]:
         """For `stats`."""
@@ -154,6 +167,9 @@ class Storekeeper:
         return self._moved(effect.upload, stored=stored)
 
     def _write(self, effect: WriteBlob) -> UploadMoved | None:
+        pause_s, self._pause_s = self._pause_s, 0.0
+        if pause_s:
+            time.sleep(pause_s)
         if not self._folder.has(effect.upload):
             return None  # it has ended, by an error or because somebody else was quicker
         try:

@@ -23,6 +23,7 @@ from ekiden.client.hashes import Hashes, now_ns
 from ekiden.errors import BadName, EkidenError, Fault, TooLarge, WrongUsage
 from ekiden.model.caches import CachedFile, Manifest, make_manifest
 from ekiden.model.names import check_file_name
+from ekiden.world.threads import stand_back
 
 Files: TypeAlias = "str | os.PathLike[str] | Mapping[str, bytes | str | os.PathLike[str]]"
 """A folder, a file, or names with the bytes or the path of each; a name may stand for a folder."""
@@ -291,7 +292,7 @@ def _hash_large(
     files: list[Read], large: list[tuple[int, Source, bool]], tally: Tally, memory: Hashes | None
 ) -> None:
     began = now_ns()
-    with ThreadPoolExecutor(HASHERS, thread_name_prefix="ekiden-hash") as pool:
+    with ThreadPoolExecutor(HASHERS, "ekiden-hash", initializer=stand_back) as pool:
         hashed = pool.map(lambda each: _hash(each[1].origin, tally), large)
         for (at, source, _), (blob, size, facts) in zip(large, hashed, strict=True):
             files[at] = files[at]._replace(blob=blob, size=size)

@@ -20,9 +20,12 @@ from typing import Any, Final
 from ekiden import limits
 
 # Written down as it grows: the sync at the end, for which others wait, has little left to do.
+# No more than two pieces lie in front of the disk at a time: what else syncs there, the journal
+# above all, waits behind them.
 _SYNC_BYTES: Final = 32 << 20
-_BEGIN_BYTES: Final = 8 << 20
-_BEGIN_WRITING: Final = 2  # SYNC_FILE_RANGE_WRITE
+_PIECE_BYTES: Final = 1 << 20
+_BEGIN: Final = 2  # SYNC_FILE_RANGE_WRITE
+_FINISH: Final = 7  # …WAIT_BEFORE, …WRITE and …WAIT_AFTER
 
 _FLAGS: Final = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 
@@ -45,7 +48,18 @@ _sync_file_range: Final = _find_sync_file_range()
 class Incoming:
     """An upload on its way to a name."""
 
-    __slots__ = ("_synced", "blob", "digest", "fd", "path", "resumed", "since", "size", "written")
+    __slots__ = (
+        "_piece",
+        "_synced",
+        "blob",
+        "digest",
+        "fd",
+        "path",
+        "resumed",
+        "since",
+        "size",
+        "written",
+    )
 
     def __init__(self, path: str, blob: str, size: int) -> None:
         self.path = path
@@ -59,6 +73,8 @@ class Incoming:
         """When it was set aside."""
         self._synced = 0
         """Up to where the disk has it, or was told to begin."""
+        self._piece = (0, 0)
+        """What it was last told to begin with: from where, how many bytes."""
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
 
     def add(self, data: bytes, *, sync: bool) -> None:
@@ -73,9 +89,11 @@ class Incoming:
         if _sync_file_range is None:
             if self.written - self._synced >= _SYNC_BYTES:
                 self.sync()
-        elif self.written - self._synced >= _BEGIN_BYTES:
-            # The disk begins with it while more comes; a sync would keep us waiting here.
-            _sync_file_range(self.fd, self._synced, self.written - self._synced, _BEGIN_WRITING)
+        elif self.written - self._synced >= _PIECE_BYTES:
+            # The disk begins with this piece while the next one comes, and is done with the last.
+            _sync_file_range(self.fd, *self._piece, _FINISH)
+            self._piece = (self._synced, self.written - self._synced)
+            _sync_file_range(self.fd, *self._piece, _BEGIN)
             self._synced = self.written
 
     def sync(self) -> None:
@@ -98,6 +116,7 @@ class Incoming:
         os.lseek(self.fd, 0, os.SEEK_SET)
         self.digest = hashlib.sha256()
         self.written = self._synced = 0
+        self._piece = (0, 0)
         self.resumed = False
 
     def remove(self) -> None:

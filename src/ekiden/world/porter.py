@@ -40,6 +40,7 @@ from ekiden.wire.transfers import (
 from ekiden.world.codecs import Packer, unpack
 from ekiden.world.loop import Driver
 from ekiden.world.memory import keep_part_buffers
+from ekiden.world.threads import stand_back
 
 _HASH_BYTES: Final = 1 << 20
 _COPY_BYTES: Final = 1 << 20
@@ -78,9 +79,9 @@ class Porter:
         self._sinks: dict[int, _Sink] = {}
         self._ends: dict[int, asyncio.Future[None]] = {}
         self._listeners: dict[int, Callable[[int], None]] = {}
-        self._files = ThreadPoolExecutor(1, thread_name_prefix="ekiden-files")
+        self._files = ThreadPoolExecutor(1, "ekiden-files", initializer=stand_back)
         """One thread, so that a file is closed after the last thing that was done with it."""
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="ekiden-hash")
+        self._hashing = ThreadPoolExecutor(1, "ekiden-hash", initializer=stand_back)
         """Another, because a large file takes seconds and the parts of others must not wait."""
         self._packer = Packer()
         self._closed: EkidenError | None = None

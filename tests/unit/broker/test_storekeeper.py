@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from ekiden.broker import storekeeper
 from ekiden.broker.events import (
     BeginBlob,
     BlobExamined,
+    BlobLocated,
     BlobRead,
     BlobsRemoved,
     CacheChecked,
@@ -20,15 +22,17 @@ from ekiden.broker.events import (
     DropBlob,
     ExamineBlob,
     FindUnused,
+    LocateBlob,
     ReadBlob,
     ReleaseCache,
     RemoveBlobs,
     UnusedFound,
     UploadMoved,
+    VerifyCache,
     WriteBlob,
 )
 from ekiden.broker.storekeeper import Storekeeper
-from ekiden.errors import BlobDamaged, UnknownBlob
+from ekiden.errors import BadRequest, BlobDamaged, UnknownBlob
 from ekiden.model.caches import CachedFile, CacheUse, encode_manifest, make_manifest
 from ekiden.world.blobs import BlobFolder
 from ekiden.world.loop import Driver
@@ -177,5 +181,67 @@ def test_damage_is_told_and_soundness_too(play: Any) -> None:
         assert isinstance(read.error, UnknownBlob)
         facts = keeper.keeper.facts()
         assert facts == {"count": 0, "bytes": 0, "quota": 12, "pinned": 0}
+
+    play(story)
+
+
+def test_after_a_slow_sync_of_the_journal_the_next_part_of_a_file_waits_as_long_once(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(storekeeper.time, "sleep", waits.append)
+
+    async def story(keeper: Keeper) -> None:
+        data = b"0123456789"
+        await keeper.ask(BeginBlob(1, hash_of(data), 10))
+        keeper.keeper.journal_synced(storekeeper.SLOW_SYNC_S)
+        await keeper.ask(WriteBlob(1, data[:2]))
+        keeper.keeper.journal_synced(0.02)
+        await keeper.ask(WriteBlob(1, data[2:4]))
+        await keeper.ask(WriteBlob(1, data[4:6]))
+        keeper.keeper.journal_synced(5.0)
+        await keeper.ask(WriteBlob(1, data[6:]))
+
+    play(story)
+
+    assert waits == [0.02, storekeeper.PAUSE_S_MAX]
+
+
+def test_verifying_a_cache_reads_every_blob_and_sets_aside_what_is_damaged(play: Any) -> None:
+    async def story(keeper: Keeper) -> None:
+        cache = await keeper.cache(b"sound", b"spoilt")
+        whole = await keeper.ask(VerifyCache(7, cache))
+        keeper.spoil(hash_of(b"spoilt"))
+        damaged = await keeper.ask(VerifyCache(8, cache))
+        unknown = await keeper.ask(VerifyCache(9, CacheUse("c", "ab" * 32, 10)))
+
+        assert whole == CacheChecked(7, files=2, size=11)
+        assert damaged == CacheChecked(8, files=2, size=11, missing=1)
+        assert unknown == CacheChecked(9, missing=1)
+        assert not keeper.folder.touch(hash_of(b"spoilt"), 6)
+
+    play(story)
+
+
+def test_where_a_blob_lies_is_told_if_it_is_there(play: Any) -> None:
+    async def story(keeper: Keeper) -> None:
+        blob = await keeper.put(b"0123456789")
+
+        there = await keeper.ask(LocateBlob(1, blob, 10))
+        another = await keeper.ask(LocateBlob(2, blob, 11))
+
+        assert content_of(there.path) == b"0123456789"
+        assert another == BlobLocated(2, "")
+
+    play(story)
+
+
+def test_a_part_that_is_not_what_it_was_packed_as_leaves_nothing_of_its_upload(play: Any) -> None:
+    async def story(keeper: Keeper) -> None:
+        await keeper.ask(BeginBlob(1, "ab" * 32, 10))
+        moved = await keeper.ask(WriteBlob(1, b"garbage", "zstd", 10))
+
+        assert isinstance(moved.error, BadRequest)
+        assert not keeper.folder.has(1)
 
     play(story)

@@ -566,18 +566,19 @@ def test_a_large_upload_is_synced_as_it_grows(
 def test_where_the_disk_can_be_told_to_begin_an_upload_does_not_wait_for_it(
     store: BlobFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[tuple[int, int]] = []
+    begun: list[tuple[int, int, int]] = []
     monkeypatch.setattr(
-        arrivals, "_sync_file_range", lambda _fd, at, size, _how: begun.append((at, size))
+        arrivals, "_sync_file_range", lambda _fd, at, size, how: begun.append((at, size, how))
     )
-    monkeypatch.setattr(arrivals, "_BEGIN_BYTES", 10)
+    monkeypatch.setattr(arrivals, "_PIECE_BYTES", 10)
     monkeypatch.setattr(os, "fsync", lambda _fd: pytest.fail("waited"))
 
     store.begin(1, BLOB, len(DATA))
     for at in range(0, 20, 5):
         store.write(1, DATA[at : at + 5])
 
-    assert begun == [(0, 10), (10, 10)]
+    begin, finish = arrivals._BEGIN, arrivals._FINISH
+    assert begun == [(0, 0, finish), (0, 10, begin), (0, 10, finish), (10, 10, begin)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
@@ -587,7 +588,8 @@ def test_the_disk_of_this_system_can_be_told_to_begin(tmp_path: Path) -> None:
         file.write(b"x" * 5000)
         file.flush()
 
-        assert arrivals._sync_file_range(file.fileno(), 0, 5000, arrivals._BEGIN_WRITING) == 0
+        for how in (arrivals._BEGIN, arrivals._FINISH):
+            assert arrivals._sync_file_range(file.fileno(), 0, 5000, how) == 0
 
 
 def test_without_sync_nothing_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
