@@ -299,7 +299,10 @@ class Desk:
             }  # fmt: skip
             for past in row.history or ()
         ]
-        line |= {"exit_code": 0, "ran_s": None, "cpu_s": None, "peak_mb": None} | _usage(row.note)
+        note = row.note
+        if note is None and line["state"] == j.FAILED and row.history:
+            note = row.history[-1].note  # how its last attempt went is how it went
+        line |= {"exit_code": 0, "ran_s": None, "cpu_s": None, "peak_mb": None} | _usage(note)
         size = row.body.size if isinstance(row.body, Kept) else len(row.body or b"")
         done = line["state"] == j.DONE
         line["output_bytes" if done else "input_bytes"] = size

@@ -159,6 +159,22 @@ def test_a_job_is_shown_with_all_that_is_known_of_it() -> None:
     assert (done["state"], done["output_bytes"], done["causes"]) == ("done", 4, [])
 
 
+def test_a_failed_job_shows_how_its_last_attempt_went() -> None:
+    house = House()
+    ann, worker = house.client(), house.worker("w1", "a.>")
+    ann.submit("j1", max_attempts=1)
+    house.settle()
+    ((grant, offset),) = worker.assigned().values()
+    note = j.Note(exit_code=4, ran_ns=NS, cpu_ns=NS // 2, peak_kb=2048)
+    worker.say(m.Ack([m.AckRun(grant, [], [], {}, [m.Failure(offset, j.EXIT_CODE, "4", note)])]))
+    house.settle()
+
+    job = ann.ask("job", id="j1")
+
+    assert (job["state"], job["exit_code"], job["ran_s"]) == ("failed", 4, 1.0)
+    assert (job["cpu_s"], job["peak_mb"]) == (0.5, 2.0)
+
+
 def test_a_job_nobody_knows_is_refused_with_what_to_do() -> None:
     ann = House().client()
 
