@@ -25,12 +25,16 @@ def caches(grid: Cli) -> dict[str, s.Cache]:
     return {line["id"]: msgspec.convert(line, s.Cache) for line in lines}
 
 
-def test_a_cache_is_put_used_listed_verified_and_removed(grid: Cli, curves: Path) -> None:
+def test_a_cache_is_put_used_listed_verified_and_removed(
+    grid: Cli, curves: Path, tmp_path: Path
+) -> None:
     put = grid.typed(s.CachePut, "cache", "put", "day", str(curves))
     again = grid.typed(s.CachePut, "cache", "put", "day", str(curves))
     line = caches(grid)["day"]
-    ran = grid.run("run", "--quiet", "--keep-order", "--cache", "day", "--out", "",
-                   "sh", "-c", "cat $EKIDEN_CACHE/day/{}", ":::", "eur", "usd")  # fmt: skip
+    ran = grid.run(
+        *("run", "--quiet", "--keep-order", "--cache", "day", "--out", str(tmp_path / "out")),
+        *("sh", "-c", "cat $EKIDEN_CACHE/day/{}", ":::", "eur", "usd"),
+    )
     verified = grid.run("cache", "verify", "day")
     shown = grid.run("cache", "show", "day", "--files")
     removed = grid.typed(s.CachesRemoved, "cache", "rm", "day")
@@ -38,7 +42,7 @@ def test_a_cache_is_put_used_listed_verified_and_removed(grid: Cli, curves: Path
     assert (put.state, put.files, put.reached, put.of) == ("new", 2, 1, 1)
     assert (again.state, again.sent_bytes) == ("same", 0)
     assert (line.id, line.ok, line.of, line.jobs, line.missing) == ("day", 1, 1, 0, 0)
-    assert (ran.code, ran.out) == (0, b"0.031\n0.042\n")
+    assert (ran.code, ran.out) == (0, b"0.031\n0.042\n"), ran
     assert verified.code == 0, verified
     assert (shown.code, b"eur" in shown.out, b"usd" in shown.out) == (0, True, True)
     assert removed == s.CachesRemoved(["day"], [], [])

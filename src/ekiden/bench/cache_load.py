@@ -16,6 +16,7 @@ import time
 from typing import Any, Final
 
 import ekiden
+from ekiden.world.threads import stand_back
 
 _BLOCK: Final = 1 << 20
 
@@ -51,6 +52,8 @@ def copy(order: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Answer orders until there are no more."""
     mode = sys.argv[1]
+    if mode == "put":
+        stand_back()  # as `ekiden cache put` does
     client = ekiden.Client(sys.argv[2], client_id="bench-cache") if mode == "put" else None
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

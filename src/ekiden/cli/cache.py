@@ -92,6 +92,9 @@ def put_command(
       $ ekiden cache put model-7 model.bin params.json --target job.assign.price
       $ ekiden cache put model-7 model.bin params.json --success-ratio 0.9 --timeout 60
     """
+    from ekiden.world.threads import stand_back
+
+    stand_back()  # and every thread that is made from here on
     bar = _Bar(wanted=not (as_json or quiet))
     with options.connected(connect, key_file) as client:
         try:
