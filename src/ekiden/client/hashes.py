@@ -6,15 +6,18 @@ change of an inode (ctime) cannot be set back by a program, but clocks tick coar
 was written to a moment before it was read is not remembered, as a write in the same tick would not
 show.
 
-The memory is one file in the user's state folder. It may be lost, and of two that write it the
-last one wins; a memory that cannot be read is empty.
+A memory is a file in the user's state folder, one for each folder that was put, so that the next
+put of it reads no more than it needs. It may be lost, and of two that write it the last one wins; a
+memory that cannot be read is empty.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -25,8 +28,9 @@ from ekiden.world.keys import state_folder
 
 NAME: Final = "hashes"
 
-# About 200 bytes each: the files of a few hundred caches. Those used longest ago go first.
-FILES_MAX: Final = 500_000
+# Memories: those written longest ago go first. Of 200 bytes a file, with as many files as a cache
+# may have.
+MEMORIES_MAX: Final = 64
 
 # Coarser than any clock of a file system we know of (two seconds on FAT).
 SETTLED_NS: Final = 2_100_000_000
@@ -45,10 +49,10 @@ class _File(msgspec.Struct, array_like=True):
 class Hashes:
     """What is remembered. To be used from one thread at a time."""
 
-    def __init__(self, path: Path | None = None, *, trusted: bool = True) -> None:
+    def __init__(self, path: Path, *, trusted: bool = True) -> None:
         """If it is not `trusted` it finds nothing, and learns all the same."""
         self._trusted = trusted
-        self._path = path if path is not None else state_folder() / NAME
+        self._path = path
         self._lines: dict[str, _Line] | None = None
         self._fresh: dict[str, _Line] = {}
         """Used or learned since the memory was read."""
@@ -73,16 +77,15 @@ class Hashes:
         """Keep what was learned, if anything was. Failing is no harm: it is read again then."""
         if not self._learned:
             return
-        lines = {path: line for path, line in self._read().items() if path not in self._fresh}
-        lines |= self._fresh
-        for path in list(lines)[: max(len(lines) - FILES_MAX, 0)]:
-            del lines[path]
+        # What was neither found nor learned is not there any more.
+        lines = self._fresh
         beside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             beside.write_bytes(msgspec.msgpack.encode(_File(_VERSION, lines)))
             beside.replace(self._path)
             self._learned = False
+            _remove_oldest(self._path.parent)
         except (OSError, UnicodeEncodeError):
             with suppress(OSError):
                 beside.unlink()
@@ -95,6 +98,22 @@ class Hashes:
             except (OSError, msgspec.DecodeError, UnicodeDecodeError):
                 self._lines = {}
         return self._lines
+
+
+def memory_of(paths: Iterable[str]) -> Path:
+    """Where what is known of files at these paths is kept: by the folder that has them all."""
+    try:
+        root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    except ValueError:  # there are none, or they lie on different drives
+        root = ""
+    name = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
+    return state_folder() / NAME / name
+
+
+def _remove_oldest(folder: Path) -> None:
+    memories = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in memories[MEMORIES_MAX:]:
+        path.unlink()
 
 
 def now_ns() -> int:

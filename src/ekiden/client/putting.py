@@ -29,7 +29,7 @@ from ekiden.client.caches import (
     Progress,
     workers_of,
 )
-from ekiden.client.hashes import Hashes
+from ekiden.client.hashes import Hashes, memory_of
 from ekiden.client.packing import Contents, Place, Read, Tally
 from ekiden.core.subjects import check_pattern
 from ekiden.errors import (
@@ -185,8 +185,10 @@ class Putting:
             return before[0], contents, await self._name(before[0])
 
     def _read(self) -> Contents:
-        memory = Hashes(trusted=not self._reread)
-        contents = packing.read_all(packing.find_sources(self._order.files), self._tally, memory)
+        sources = packing.find_sources(self._order.files)
+        origins = [each.origin for each in sources if isinstance(each.origin, str)]
+        memory = Hashes(memory_of(origins), trusted=not self._reread)
+        contents = packing.read_all(sources, self._tally, memory)
         memory.save()
         return contents
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ekiden.client import hashes, packing
-from ekiden.client.hashes import SETTLED_NS, Hashes, now_ns
+from ekiden.client.hashes import SETTLED_NS, Hashes, memory_of, now_ns
 from ekiden.client.packing import Tally
 
 BLOB = "ab" * 32
@@ -72,22 +72,35 @@ def test_a_memory_that_is_damaged_or_of_another_version_is_empty(
     assert (newer, garbage) == (None, None)
 
 
-def test_the_memory_is_bounded_and_keeps_what_was_used_last(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_memory_keeps_what_was_there_last_and_no_more(tmp_path: Path, file: Path) -> None:
     path = learnt(tmp_path, file)
-    monkeypatch.setattr(hashes, "FILES_MAX", 2)
-    others = [tmp_path / f"other{n}" for n in range(2)]
+    other = tmp_path / "other"
+    other.write_bytes(b"x")
+    facts = other.stat()
     memory = Hashes(path)
-    for other in others:
-        other.write_bytes(b"x")
-        facts = other.stat()
-        memory.learn(str(other), facts, BLOB, facts.st_ctime_ns + SETTLED_NS + 1)
+    memory.learn(str(other), facts, BLOB, facts.st_ctime_ns + SETTLED_NS + 1)
 
     memory.save()
 
-    found = [Hashes(path).find(str(each), each.stat()) for each in (file, *others)]
-    assert found == [None, BLOB, BLOB]
+    assert [Hashes(path).find(str(each), each.stat()) for each in (file, other)] == [None, BLOB]
+
+
+def test_each_folder_has_a_memory_and_the_oldest_are_forgotten(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EKIDEN_STATE", str(tmp_path / "state"))
+    monkeypatch.setattr(hashes, "MEMORIES_MAX", 2)
+    places = [memory_of([f"/data/{day}/a", f"/data/{day}/x/b"]) for day in ("mon", "tue", "wed")]
+    facts = file.stat()
+    for number, place in enumerate(places):
+        memory = Hashes(place)
+        memory.learn(str(file), facts, BLOB, facts.st_ctime_ns + SETTLED_NS + 1)
+        memory.save()
+        os.utime(place, ns=(number, number))
+
+    assert len(set(places)) == 3
+    assert [place.exists() for place in places] == [False, True, True]
+    assert memory_of([]).parent == memory_of(["/data/mon/a"]).parent
 
 
 def test_a_memory_that_cannot_be_written_does_no_harm(tmp_path: Path, file: Path) -> None:
