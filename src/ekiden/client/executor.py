@@ -39,13 +39,14 @@ class Executor(concurrent.futures.Executor):
 
     It connects like `Client`, whose options it takes, or uses a `client` that is there already and
     then leaves it open. `caches` are ids of data that all calls need. `max_workers` is taken for
-    the sake of those who pass it, and not looked at: the grid has the workers it has. `submit` and
-    `map` raise `BrokenExecutor` when the client is closed or was refused for good.
+    the sake of those who pass it, also in the first place, and not looked at: the grid has the
+    workers it has. `submit` and `map` raise `BrokenExecutor` when the client is closed or was
+    refused for good.
     """
 
     def __init__(
         self,
-        address: str | None = None,
+        address: str | int | None = None,
         *,
         client: Client | None = None,
         caches: Iterable[str] = (),
@@ -53,10 +54,7 @@ class Executor(concurrent.futures.Executor):
         **client_options: Any,
     ) -> None:
         if isinstance(address, int):
-            raise errors.WrongUsage(
-                f"{address} is no address of a broker",
-                remedy="leave it out: how many calls run at once is up to the workers",
-            )
+            address = None  # a number of processes, where a `ProcessPoolExecutor` has it
         if client is not None and (address is not None or client_options):
             raise errors.WrongUsage(
                 "a client was given, and how to make one too", remedy="give one of both"

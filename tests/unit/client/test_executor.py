@@ -90,10 +90,12 @@ def test_a_chunk_of_nothing_is_refused_like_everywhere(grid: ekiden.testing.Grid
         ekiden.Executor(client=grid.client).map(len, ["a"], chunksize=0)
 
 
-def test_a_number_of_processes_is_taken_by_name_and_refused_as_an_address(
-    grid: ekiden.testing.Grid,
+def test_a_number_of_processes_is_taken_where_a_pool_of_processes_has_it(
+    grid: ekiden.testing.Grid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ekiden.Executor(client=grid.client, max_workers=4).shutdown()
+    for name, value in grid.environment.items():
+        monkeypatch.setenv(name, value)
 
-    with pytest.raises(errors.WrongUsage, match="up to the workers"):
-        ekiden.Executor(4)  # type: ignore[arg-type]
+    for pool in (ekiden.Executor(4), ekiden.Executor(max_workers=4)):
+        assert pool.client.stats()["clients"] >= 1
+        pool.shutdown()
