@@ -131,7 +131,9 @@ def test_an_interrupted_bench_leaves_no_process_and_no_folder(
 
         bench.send_signal(number)
 
-        assert bench.wait(20) == 130
+        # A shell says 130 to either. An interrupt that finds the interpreter in `exec`, as making a
+        # dataclass is, is handled like any other, and still has the process end by the signal.
+        assert bench.wait(20) in (130, -signal.SIGINT)
         _, alive = psutil.wait_procs(family, timeout=10)
         assert alive == []
         assert list(tmp_path.iterdir()) == []
